@@ -1,0 +1,39 @@
+# Everything runs in .venv, which the first command creates. Needs Python 3.10 or newer (tested: 3.11) and the package index.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+SOURCES := $(shell find memnorm -name '*.py') memnorm/py.typed pyproject.toml README.md LICENSE
+
+.PHONY: test test-full demo lint format clean
+
+test: .venv/installed lint
+	$(BIN)/pytest -n 2
+
+test-full: .venv/installed lint
+	$(BIN)/python tests/full.py
+
+demo: .venv/installed
+	$(BIN)/python examples/demo.py
+
+lint: .venv/dependencies
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/dependencies
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/dependencies: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch mypy numpy pytest pytest-xdist ruff scikit-learn
+	touch $@
+
+# The tests run against an installed wheel, not against the source tree.
+.venv/installed: .venv/dependencies $(SOURCES)
+	rm -rf dist build
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/memnorm-*.whl
+	touch $@
+
+clean:
+	rm -rf .venv dist build *.egg-info .mypy_cache .pytest_cache .ruff_cache

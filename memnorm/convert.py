@@ -1,0 +1,220 @@
+"""One line to give a model its memory, one to take it away again, one to see what is what."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+
+from memnorm import norms
+from memnorm.double_forward import detach
+from memnorm.errors import MemnormWarning, NothingToConvert, WrappedModelError
+from memnorm.layers import MemorizedBatchNorm
+from memnorm.norms.mbn import has_activation, plain
+from memnorm.text import table
+
+STOCK_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **options: Any) -> nn.Module:
+    """Replace every batch norm of `model` in place and return the model (a new layer, if `model` is itself a batch
+    norm).
+
+        model = memnorm.convert(model)                              # memorized batch norm, the paper's defaults
+        model = memnorm.convert(model, memory_size=None, decay=0.99)
+
+    Parameters stay the same objects, so an optimizer made before the conversion goes on working; running statistics,
+    mode, device, hooks and sharing are kept, and `convert(model).eval()` computes what `model.eval()` did. Layers that
+    are more than a batch norm are converted with what they do (timm's BatchNormAct2d), or left alone and named in a
+    warning (frozen, lazy or parametrized norms, subclasses with a forward of their own). Layers that are memorized
+    already get the options that are given and keep their memory.
+
+    Args:
+        model: anything but a model already wrapped for distributed training.
+        norm: a name of `memnorm.norms.available()`, or a function `(num_features, **options)` that returns a module.
+        options: for "mbn": `memory_size`, `decay`, `strength`, `prior_weight`, `prior_from_init`.
+    """
+    _refuse_wrapped(model, "convert")
+    build = norms.get(norm).replace if isinstance(norm, str) else _from_factory(norm)
+    wanted = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) or _is_look_alike(layer)
+    }
+    reasons = {name: why_not(layer) for name, layer in wanted.items()}
+    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    if len(skipped) == len(wanted):
+        raise NothingToConvert(_nothing_to_convert(model, skipped))
+    new = {layer: build(layer, **options) for name, layer in wanted.items() if name not in skipped}
+    if skipped:
+        warnings.warn(f"convert left alone: {_listing(skipped)}", MemnormWarning, stacklevel=2)
+    return replace_modules(model, new)
+
+
+def to_batchnorm(model: nn.Module) -> nn.Module:
+    """Replace every memorized layer of `model` in place by the plain batch norm that evaluates the same, and return the
+    model.
+
+    The result has torch's own classes (or those the layers came from) and needs nothing of memnorm. Convert a copy,
+    `to_batchnorm(deepcopy(model))`, to go on training the original. A Double-Forward attached to the model is removed.
+    """
+    _refuse_wrapped(model, "to_batchnorm")
+    layers = [layer for layer in model.modules() if isinstance(layer, MemorizedBatchNorm)]
+    if not layers:
+        raise NothingToConvert(
+            f"to_batchnorm: {type(model).__name__} has no memorized layer; it is a plain model already"
+        )
+    detach(model)
+    return replace_modules(model, {layer: plain(layer) for layer in layers})
+
+
+def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Put `new[module]` wherever `module` is registered, shared places included."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in new:
+                parent._modules[name] = new[child]
+    for replacement in new.values():  # children of replaced layers, which are reached through the replacement only
+        for name, child in replacement._modules.items():
+            if child in new:
+                replacement._modules[name] = new[child]
+    return new.get(model, model)
+
+
+def why_not(layer: nn.Module) -> str | None:
+    """The reason to leave a norm alone, or None if it can be replaced without losing anything it does."""
+    if isinstance(layer, MemorizedBatchNorm) or has_activation(layer):
+        return None
+    if isinstance(layer, torch.jit.ScriptModule):
+        return "scripted; convert before torch.jit.script"
+    if not isinstance(layer, _BatchNorm):
+        return f"{type(layer).__name__} is not torch's batch norm: frozen statistics, or a forward of its own"
+    if isinstance(layer, _LazyNormBase):
+        return "lazy; send one batch through the model, then convert"
+    if parametrize.is_parametrized(layer):
+        return "parametrized"
+    if "forward" in layer.__dict__ or type(layer).forward not in STOCK_FORWARDS:
+        return "has a forward of its own"
+    return None
+
+
+def _is_look_alike(layer: nn.Module) -> bool:
+    """A norm with running statistics and an affine map that is not torch's batch norm: FrozenBatchNorm2d, in-place ABN
+    and the like.
+    """
+    if isinstance(layer, torch.jit.ScriptModule):
+        return str(getattr(layer, "original_name", "")).endswith(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"))
+    tensors = layer._buffers.keys() | layer._parameters.keys()
+    known = isinstance(layer, (_BatchNorm, nn.modules.instancenorm._InstanceNorm))
+    return not known and {"running_mean", "running_var"} <= tensors
+
+
+def _from_factory(factory: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def build(layer: _BatchNorm, **options: Any) -> nn.Module:
+        new = factory(layer.num_features, **options)
+        reference = layer.weight if layer.weight is not None else layer.running_mean
+        if reference is not None:
+            new.to(device=reference.device, dtype=reference.dtype)
+        for name in ("weight", "bias"):
+            own, theirs = getattr(new, name, None), getattr(layer, name)
+            if isinstance(own, nn.Parameter) and theirs is not None and own.shape == theirs.shape:
+                setattr(new, name, theirs)
+        with torch.no_grad():
+            for name, buffer in layer.named_buffers(recurse=False):
+                own = new._buffers.get(name)
+                if own is not None and own.shape == buffer.shape:
+                    own.copy_(buffer)
+        return new.train(layer.training)
+
+    return build
+
+
+def _refuse_wrapped(model: nn.Module, caller: str) -> None:
+    for module in model.modules():
+        name = type(module).__name__
+        if isinstance(module, DistributedDataParallel) or name == "FullyShardedDataParallel":
+            raise WrappedModelError(
+                f"{caller}: the model is wrapped in {name}, which has taken note of its layers already. Call "
+                f"memnorm.{caller} on the bare model first and wrap the result: {name}(memnorm.{caller}(model))."
+            )
+
+
+def _nothing_to_convert(model: nn.Module, skipped: dict[str, str]) -> str:
+    name = type(model).__name__
+    if skipped:
+        return f"convert: {name} has no batch norm that can be replaced; left alone: {_listing(skipped)}"
+    kinds = sorted({type(module).__name__ for module in model.modules() if "Norm" in type(module).__name__})
+    found = f"its norms are {', '.join(kinds)}" if kinds else "it has no norm at all"
+    return f"convert: {name} has no batch norm; {found}. memnorm replaces torch.nn.BatchNorm1d/2d/3d and SyncBatchNorm."
+
+
+def _listing(skipped: dict[str, str], limit: int = 8) -> str:
+    lines = [f"{name or 'the model itself'} ({reason})" for name, reason in skipped.items()]
+    more = f" and {len(lines) - limit} more (memnorm.summary lists them)" if len(lines) > limit else ""
+    return "; ".join(lines[:limit]) + more
+
+
+@dataclass(frozen=True)
+class NormLayer:
+    """One row of a `Summary`."""
+
+    name: str
+    kind: str
+    channels: int | None
+    mode: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The norm layers of a model; `str()` is a table."""
+
+    layers: tuple[NormLayer, ...]
+
+    def __str__(self) -> str:
+        header = ("layer", "kind", "channels", "mode", "")
+        rows = [
+            (row.name or "(the model)", row.kind, str(row.channels or "?"), row.mode, row.note) for row in self.layers
+        ]
+        return table([header, *rows]) if rows else "no norm layer"
+
+
+def summary(model: nn.Module) -> Summary:
+    """What each norm layer of `model` is: memorized (with its memory), plain, or left alone and why."""
+    rows = []
+    for name, module in model.named_modules():
+        is_norm = isinstance(module, _BatchNorm) or _is_look_alike(module) or "Norm" in type(module).__name__
+        if is_norm:
+            channels = next(
+                (
+                    getattr(module, n)
+                    for n in ("num_features", "num_channels")
+                    if isinstance(getattr(module, n, None), int)
+                ),
+                None,
+            )
+            mode = "train" if module.training else "eval"
+            rows.append(NormLayer(name, type(module).__name__, channels, mode, _note(module)))
+    return Summary(tuple(rows))
+
+
+def _note(layer: nn.Module) -> str:
+    if isinstance(layer, MemorizedBatchNorm):
+        if layer.running_mean is None:
+            return "no memory: track_running_stats=False"
+        if layer.running_mean.is_meta:
+            return "on meta"
+        size = "all" if layer.memory_size is None else layer.memory_size
+        remembered = (
+            int(layer.num_batches_tracked) if layer.memory_size is None else int((layer.memory_count > 0).sum())
+        )
+        return f"remembers {remembered} of {size} batches, decay {layer.decay}, strength {float(layer.strength):g}"
+    if isinstance(layer, _BatchNorm) or _is_look_alike(layer):
+        reason = why_not(layer)
+        return "plain, can be converted" if reason is None else f"left alone: {reason}"
+    return "not a batch norm"

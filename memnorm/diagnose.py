@@ -1,0 +1,198 @@
+"""Is batch normalization the trouble? Numbers per layer, and a verdict in words.
+
+Three things can be wrong, and are measured apart: a batch says little about the population (noise), the running
+statistics are not those of the network as it is now (staleness), and the network computes different things in training
+and in eval mode (disagreement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memnorm.errors import NothingToRecord
+from memnorm.estimate import Forward, Layers, _call, _norms_in, _tracking_layers, _watched, population_moments, rms
+from memnorm.functional import Moments, merge
+from memnorm.layers import MemorizedBatchNorm
+from memnorm.text import table
+
+NOTICEABLE = 0.1  # of a standard deviation, or of the output: the size from which the verdict speaks of a difference
+
+
+@dataclass(frozen=True)
+class LayerDiagnosis:
+    """One layer, all numbers in units of a standard deviation of its inputs (root mean square over channels and
+    batches).
+    """
+
+    name: str
+    kind: str
+    values_per_batch: float
+    batch_noise: float
+    staleness: float
+    disagreement: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `diagnose` found; `str()` is the table and the verdict."""
+
+    layers: tuple[LayerDiagnosis, ...]
+    batches: int
+    output_disagreement: float
+    changed_predictions: float | None
+    verdict: str
+
+    def __str__(self) -> str:
+        header = ("layer", "kind", "values/batch", "batch noise", "staleness", "train-eval")
+        rows = [
+            (
+                d.name or "(the model)",
+                d.kind,
+                f"{d.values_per_batch:.0f}",
+                f"{d.batch_noise:.3f}",
+                f"{d.staleness:.3f}",
+                f"{d.disagreement:.3f}",
+            )
+            for d in self.layers
+        ]
+        return f"{table([header, *rows])}\n\n{self.verdict}"
+
+
+def diagnose(
+    model: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None, show: bool = True
+) -> Diagnosis:
+    """Measure what batch statistics do to `model` on `batches` (a list, of the size used in training), print it and
+    return it.
+
+    Per layer: how far the statistics of a batch are from those of all batches (`batch_noise`), how far the running
+    statistics are from what the layer sees in eval mode (`staleness`), and how far its training and eval outputs are
+    apart (`disagreement`). For plain and memorized batch norm alike. The model is left as it was; dropout is off
+    throughout.
+    """
+    call = forward or _call
+    batches = list(batches)
+    if not batches:
+        raise NothingToRecord("diagnose: there is no batch; pass a few, of the size used in training")
+    layers = _tracking_layers(model, "diagnose")
+    with torch.no_grad():
+        per_batch, outputs_train = _training_pass(model, layers, batches, call)
+        in_eval, _ = population_moments(model, layers, batches, call, training=False)
+        with _norms_in(model, layers, training=False):
+            outputs_eval = [_tensors(call(model, batch)) for batch in batches]
+        found = tuple(
+            _layer_diagnosis(name, layers[name], per_batch[name], in_eval[name]) for name in layers if name in per_batch
+        )
+        gap, changed = _disagreement(outputs_train, outputs_eval)
+    result = Diagnosis(found, len(batches), gap, changed, _verdict(found, gap, changed))
+    if show:
+        print(result)
+    return result
+
+
+def _training_pass(
+    model: nn.Module, layers: Layers, batches: list[Any], call: Forward
+) -> tuple[dict[str, list[Moments]], list[list[Tensor]]]:
+    per_batch: dict[str, list[Moments]] = {}
+    with (
+        _norms_in(model, layers, training=True),
+        _watched(layers, lambda name, moments: per_batch.setdefault(name, []).append(moments)),
+    ):
+        outputs = [_tensors(call(model, batch)) for batch in batches]
+    return per_batch, outputs
+
+
+def _layer_diagnosis(name: str, layer: Any, per_batch: list[Moments], in_eval: Moments) -> LayerDiagnosis:
+    population = per_batch[0]
+    for moments in per_batch[1:]:
+        population = merge(population, moments)
+    noise = [_distance(moments, population, layer.eps) for moments in per_batch]
+    running = Moments(layer.running_mean.to(in_eval.mean), layer.running_var.to(in_eval.var), 0.0)
+    gaps = [_output_gap(_training_moments(layer, moments), running, moments, layer.eps) for moments in per_batch]
+    values = sum(float(moments.weight) for moments in per_batch) / len(per_batch)
+    return LayerDiagnosis(
+        name, type(layer).__name__, values, rms(noise), rms([_distance(running, in_eval, layer.eps)]), rms(gaps)
+    )
+
+
+def _training_moments(layer: Any, batch: Moments) -> Moments:
+    """What the layer normalises `batch` with in training mode."""
+    if not isinstance(layer, MemorizedBatchNorm):
+        return batch
+    memory = layer._read(batch.weight)
+    return merge(Moments(memory.mean.to(batch.mean), memory.var.to(batch.var), memory.weight), batch)
+
+
+def _distance(a: Moments, b: Moments, eps: float) -> Tensor:
+    """Per channel: the shift between the means, and the ratio of the deviations as a difference of logarithms, as one
+    length.
+    """
+    deviation = (b.var + eps).sqrt()
+    shift = (a.mean - b.mean) / deviation
+    ratio = ((a.var + eps) / (b.var + eps)).log() / 2
+    return (shift.square() + ratio.square()).sqrt()
+
+
+def _output_gap(train: Moments, eval_: Moments, batch: Moments, eps: float) -> Tensor:
+    """Root mean square, over a batch with the given moments, of the difference between its normalised values in
+    training and in eval mode.
+    """
+    a, b = torch.rsqrt(train.var + eps), torch.rsqrt(eval_.var + eps)
+    slope, offset = a - b, b * eval_.mean - a * train.mean
+    return (slope.square() * batch.var + (slope * batch.mean + offset).square()).sqrt()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [
+        leaf.detach().clone() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+
+
+def _disagreement(train: list[list[Tensor]], evaluated: list[list[Tensor]]) -> tuple[float, float | None]:
+    """Relative difference of the outputs, and the share of predictions that differ if the outputs are scores (N,
+    classes).
+    """
+    pairs = [
+        (a, b)
+        for one, other in zip(train, evaluated, strict=True)
+        for a, b in zip(one, other, strict=True)
+        if a.shape == b.shape
+    ]
+    if not pairs:
+        return 0.0, None
+    gap = rms(a - b for a, b in pairs) / max(rms(b for _, b in pairs), 1e-12)
+    scores = [(a, b) for a, b in pairs if a.dim() == 2 and a.shape[1] > 1]
+    if not scores:
+        return gap, None
+    return gap, float(torch.cat([a.argmax(1) != b.argmax(1) for a, b in scores]).double().mean())
+
+
+def _verdict(layers: tuple[LayerDiagnosis, ...], gap: float, changed: float | None) -> str:
+    noisy = max(layers, key=attrgetter("batch_noise"))
+    stale = max(layers, key=attrgetter("staleness"))
+    sentences = []
+    if noisy.batch_noise > NOTICEABLE:
+        sentences.append(
+            f"Batch statistics are noisy: in {noisy.name or 'the layer'} those of a batch "
+            f"({noisy.values_per_batch:.0f} values per channel) miss those of all batches by {noisy.batch_noise:.2f} "
+            "standard deviations. Larger batches, or a memory (memnorm.convert), would help."
+        )
+    if stale.staleness > NOTICEABLE:
+        sentences.append(
+            f"Running statistics are stale: in {stale.name or 'the layer'} they are {stale.staleness:.2f} standard "
+            "deviations from what the layer sees in eval mode. memnorm.recalibrate(model, batches) refreshes them; "
+            "with a memory, memnorm.double_forward keeps them fresh."
+        )
+    if gap > NOTICEABLE:
+        share = "" if changed is None else f" and {changed:.1%} of the predictions change"
+        sentences.append(f"Training and eval mode disagree: their outputs differ by {gap:.0%}{share}.")
+    return " ".join(sentences) or (
+        f"Nothing unusual: batch noise at most {noisy.batch_noise:.2f} and staleness at most {stale.staleness:.2f} "
+        f"standard deviations, outputs in training and eval mode {gap:.0%} apart."
+    )

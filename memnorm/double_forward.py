@@ -1,0 +1,392 @@
+"""Double-Forward: after each optimizer step, the batch that made it goes forward once more, and only then enters the
+memory.
+
+    training forward   normalises with the memory and its own batch, records nothing
+    backward, step     as ever
+    second forward     the same batch with the new weights: its moments are recorded
+
+`double_forward` attaches this to a training loop from outside. A hook before the model's forward copies its inputs and
+mutes the layers for that call; a hook after the optimizer's step replays the copies. What is replayed is every batch
+whose gradient went into that step.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memnorm.errors import DTypeError, MemnormError, MemnormWarning, NothingToRecord, OptionError
+from memnorm.layers import Recording
+from memnorm.recompute import inside_backward, inside_function
+from memnorm.replay import Surroundings, nothing_records, recorders, replay
+
+
+def double_forward(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    every: int = 1,
+    fraction: float = 1.0,
+    scaler: Any = None,
+    max_pending: int = 256,
+) -> DoubleForward:
+    """Send each training batch forward a second time after `optimizer.step()`; the training loop stays as it is.
+
+        memnorm.double_forward(model, optimizer)
+
+    Args:
+        model: the module that the loop calls: the compiled or DDP-wrapped one, if there is one.
+        optimizer: what steps the model; several optimizers as a list, and the second forward follows when all of them
+            have stepped.
+        every: do this on every n-th step only; on the others the training forward records its own moments.
+        fraction: replay a random part of each batch: of every tensor with the batch's length in its first dimension.
+        scaler: the `GradScaler`, if there is one: batches of a step it skipped are then forgotten however gradients
+            are cleared.
+        max_pending: training forwards without a step after which something must be wrong.
+
+    Returns:
+        A handle with `remove()`, also usable in a `with` statement. Copies and pickles of the model do not carry it.
+    """
+    return DoubleForward(model, optimizer, every=every, fraction=fraction, scaler=scaler, max_pending=max_pending)
+
+
+class DoubleForward:
+    """The handle of `double_forward`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        every: int,
+        fraction: float,
+        scaler: Any,
+        max_pending: int,
+    ) -> None:
+        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        _check_arguments(model, optimizers, every, fraction, max_pending)
+        self.every, self.fraction, self.max_pending, self.scaler = every, fraction, max_pending, scaler
+        self.steps = 0
+        self._model = weakref.ref(model)
+        self._optimizers = weakref.WeakSet(optimizers)
+        self._stepped: set[int] = set()
+        self._scaler_round: Any = None
+        self._pending: list[Batch] = []
+        self._running: Batch | None = None
+        self._muted: list[Recording] = []
+        self._forwards = self._forwards_at_last_step = self._blind_steps = 0
+        self._recorded_at_start = _batches_recorded(model)
+        self._take_charge(model)
+        self._handles = [
+            model.register_forward_pre_hook(Hook(self, "_before_forward"), prepend=True, with_kwargs=True),
+            model.register_forward_hook(Hook(self, "_after_forward"), with_kwargs=True),
+            model.register_forward_hook(Hook(self, "_forget_running"), with_kwargs=True, always_call=True),
+        ]
+        for one in optimizers:
+            self._handles += [
+                one.register_step_pre_hook(self._before_step),
+                one.register_step_post_hook(self._after_step),
+            ]
+
+    def _take_charge(self, model: nn.Module) -> None:
+        drop_inert_hooks(model)
+        for name, layer in recorders(model).items():
+            other = layer._watched_by and layer._watched_by()
+            if other is not None and other._optimizers and other._handles:
+                raise MemnormError(
+                    f"double_forward: layer {name!r} already has a Double-Forward. Call remove() on its handle first, "
+                    "or pass all optimizers of the model to one call: double_forward(model, [optimizer, other])."
+                )
+            layer._watched_by = weakref.ref(self)
+
+    def remove(self) -> None:
+        """Detach from model and optimizer: from now on training forwards record as they do without Double-Forward."""
+        self._unmute()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._pending = [], []
+
+    def __enter__(self) -> DoubleForward:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run needs to go on alike when `every` or `fraction` is used."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.steps = state_dict["steps"]
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forget_running()  # a forward that was interrupted
+        if not self._optimizers:
+            return self.remove()
+        if inside_backward() or not (torch.is_grad_enabled() or inside_function()):
+            return None
+        self._forwards += 1
+        layers = [layer for layer in recorders(module).values() if layer.training]
+        if not layers or (self.steps + 1) % self.every:
+            return None
+        self._drop_skipped_batches()
+        self._check_bound(module)
+        self._running = Batch(args, kwargs, Surroundings.now(module))
+        self._muted = [layer for layer in layers if layer.recording]
+        for layer in self._muted:
+            layer.recording = False
+        return None
+
+    def _after_forward(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        batch = self._running
+        if batch is None:
+            return
+        self._pending.append(batch)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(lambda _grad: self._on_backward(batch))
+
+    def _forget_running(self, *_forward: Any) -> None:
+        """The forward is over, also if it raised: its layers record again when called by someone else."""
+        self._running = None
+        self._unmute()
+
+    def _unmute(self) -> None:
+        for layer in self._muted:
+            layer.recording = True
+        self._muted = []
+
+    def _on_backward(self, batch: Batch) -> None:
+        """Backward reaches the output of `batch`. If every gradient is cleared by now, those of earlier batches will be
+        in no step.
+        """
+        if (
+            not batch.backward_ran
+            and any(other.backward_ran for other in self._pending)
+            and self._gradients_are_cleared()
+        ):
+            self._pending = [other for other in self._pending if not other.backward_ran]
+        batch.backward_ran = True
+
+    def _gradients_are_cleared(self) -> bool:
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        return all(parameter.grad is None for group in groups for parameter in group["params"])
+
+    def _drop_skipped_batches(self) -> None:
+        """A `GradScaler` makes its per-optimizer states anew in every update(): an update without a step means that the
+        step was skipped.
+        """
+        states = getattr(self.scaler, "_per_optimizer_states", None)
+        if states is not self._scaler_round:
+            self._pending, self._scaler_round = [], states
+
+    def _before_step(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let each evaluation of a closure start from the batches seen before the step, so that only the last one's
+        remain.
+        """
+        outside = list(self._pending)
+
+        def restarting(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def evaluate() -> Any:
+                self._pending = list(outside)
+                return closure()
+
+            return evaluate
+
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": restarting(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], restarting(args[1]), *args[2:]), kwargs
+        return None
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        found_inf = getattr(
+            optimizer, "found_inf", None
+        )  # how a GradScaler tells a fused optimizer to skip inside its step
+        if found_inf is not None and bool(found_inf):
+            self._pending = []
+            return
+        self._check_sight()
+        again = id(optimizer) in self._stepped
+        self._stepped.add(id(optimizer))
+        if again or self._stepped >= {id(one) for one in self._optimizers}:
+            self._stepped = {id(optimizer)} if again else set()
+            self._replay_pending()
+            self.steps += 1
+
+    def _replay_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        model = self._model()
+        if model is not None:
+            generator = torch.Generator().manual_seed(self.steps)
+            for batch in pending:
+                args, kwargs = batch.part(self.fraction, generator)
+                replay(model, args, kwargs, batch.surroundings)
+
+    def _check_bound(self, module: nn.Module) -> None:
+        if len(self._pending) >= self.max_pending:
+            self._pending = []
+            raise MemnormError(
+                f"double_forward: {self.max_pending} training forwards of {type(module).__name__} without a step of "
+                "its optimizer. If the loop accumulates more batches than that, raise max_pending; if another "
+                "optimizer trains the model, pass that one; if training is over, call remove() on the handle."
+            )
+
+    def _check_sight(self) -> None:
+        """Complain about steps of which no forward was seen: nothing would be recorded."""
+        model = self._model()
+        if self._forwards == 0 and model is not None:
+            raise NothingToRecord(_blind(model, self._recorded_at_start))
+        self._blind_steps = self._blind_steps + 1 if self._forwards == self._forwards_at_last_step else 0
+        self._forwards_at_last_step = self._forwards
+        if self._blind_steps == 10 * len(self._optimizers):
+            warnings.warn(
+                f"double_forward: {self._blind_steps} optimizer steps without a training forward of "
+                f"{type(model).__name__}; nothing is being recorded. Call the module that was given to "
+                "double_forward, or remove() the handle.",
+                MemnormWarning,
+                stacklevel=2,
+            )
+
+
+class Batch:
+    """The inputs of one training forward, copied: the model or the loop may overwrite them before the step."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], surroundings: Surroundings) -> None:
+        self.args, self.kwargs = tree_map(_copy, (args, kwargs))
+        self.surroundings = surroundings
+        self.backward_ran = False
+
+    def part(self, fraction: float, generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs, or a random part of them along the batch dimension."""
+        tensors = [
+            leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0
+        ]
+        if fraction == 1 or not tensors:
+            return self.args, self.kwargs
+        size = tensors[0].shape[0]
+        chosen = torch.randperm(size, generator=generator)[: max(1, round(fraction * size))].sort().values
+
+        def take(leaf: Any) -> Any:
+            shares = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+            return leaf[chosen.to(leaf.device)] if shares else leaf
+
+        args, kwargs = tree_map(take, (self.args, self.kwargs))
+        return args, kwargs
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+class Hook:
+    """A module hook that calls a method of a handle. A copy or pickle of the module gets `inert` in its place: no
+    handle, no optimizer, no batches.
+    """
+
+    def __init__(self, handle: DoubleForward, method: str) -> None:
+        self.handle, self.method = handle, method
+
+    def __call__(self, *args: Any) -> None:
+        getattr(self.handle, self.method)(*args)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Any:
+        return inert
+
+    def __reduce__(self) -> Any:
+        return _get_inert, ()
+
+
+def inert(*_args: Any) -> None:
+    """A hook that does nothing."""
+
+
+def _get_inert() -> Any:
+    return inert
+
+
+def drop_inert_hooks(model: nn.Module) -> None:
+    """Remove what copying a model with Double-Forward has left behind."""
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook is inert]:
+            del hooks[key]
+            for registry in (
+                "_forward_pre_hooks_with_kwargs",
+                "_forward_hooks_with_kwargs",
+                "_forward_hooks_always_called",
+            ):
+                getattr(model, registry).pop(key, None)
+
+
+def detach(model: nn.Module) -> None:
+    """Remove every Double-Forward from `model`: its layers are about to be replaced."""
+    for module in model.modules():
+        for hook in [*module._forward_pre_hooks.values()]:
+            if isinstance(hook, Hook):
+                hook.handle.remove()
+        drop_inert_hooks(module)
+
+
+def _batches_recorded(model: nn.Module) -> dict[str, int]:
+    counts = ((name, getattr(layer, "num_batches_tracked", None)) for name, layer in recorders(model).items())
+    return {name: int(count) for name, count in counts if count is not None and not count.is_meta}
+
+
+def _blind(model: nn.Module, recorded_before: dict[str, int]) -> str:
+    """Why the handle saw no forward before the first step, and which module to pass instead."""
+    name = type(model).__name__
+    direct = [layer for layer, count in _batches_recorded(model).items() if count > recorded_before.get(layer, 0)]
+    called = _common_parent(direct)
+    if called:
+        return (
+            f"double_forward: the optimizer stepped, but {name} itself was never called; layers inside its {called!r} "
+            f"were. Pass the module that the loop calls: double_forward(model.{called}, optimizer)."
+        )
+    reached = "its layers ran without it" if direct else "none of its layers ran in training mode"
+    return (
+        f"double_forward: the optimizer stepped, but {name} itself was never called ({reached}). Pass the module that "
+        "the loop calls; of a model compiled by torch.compile or wrapped by DistributedDataParallel, that is the "
+        "wrapper."
+    )
+
+
+def _common_parent(names: list[str]) -> str:
+    """The path of the innermost module that contains all the named ones: of a.b.x and a.b.y, a.b."""
+    parents = [name.split(".")[:-1] for name in names]
+    shared = []
+    for parts in zip(*parents, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _check_arguments(model: nn.Module, optimizers: list[Any], every: int, fraction: float, max_pending: int) -> None:
+    for optimizer in optimizers or [None]:
+        if not hasattr(optimizer, "register_step_post_hook"):
+            raise DTypeError(
+                "double_forward: expected a torch.optim.Optimizer, or several in a list; "
+                f"got {type(optimizer).__name__}"
+            )
+    if not recorders(model):
+        raise NothingToRecord(f"double_forward: {nothing_records(model)}")
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise OptionError(
+                f"double_forward: the {type(optimizer).__name__} holds no parameter of {type(model).__name__}; pass "
+                "the optimizer that trains it"
+            )
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise OptionError(f"double_forward: every must be a positive number of steps; got {every!r}")
+    if not 0 < fraction <= 1:
+        raise OptionError(f"double_forward: fraction must lie in (0, 1]; got {fraction!r}")
+    if max_pending < 1:
+        raise OptionError(f"double_forward: max_pending must be positive; got {max_pending!r}")

@@ -1,0 +1,280 @@
+"""Population statistics for a trained model, of plain batch norm as well as memorized: compute them, move them to
+another domain, judge them.
+
+All rest on the same exact accumulation: the moments of every batch that reaches a layer, merged by count in float64,
+the squared shift between the means included. The result does not depend on how the same layer inputs are split into
+batches.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from memnorm.errors import MemnormWarning, NothingToRecord, OptionError
+from memnorm.functional import Moments, batch_moments, merge
+from memnorm.layers import MemorizedBatchNorm, Recording
+from memnorm.replay import buffers_restored
+
+Forward = Callable[[nn.Module, Any], Any]
+Layers = dict[str, Any]  # batch norms by name
+
+
+@dataclass(frozen=True)
+class Recalibration:
+    """What `recalibrate` did."""
+
+    layers: int
+    batches: int
+    passes: int
+    largest_change: float
+    unreached: tuple[str, ...]
+
+    def __str__(self) -> str:
+        text = f"{self.layers} layers recalibrated on {self.batches} batches in {self.passes} passes; "
+        text += f"largest change in the last pass {self.largest_change:.3g}"
+        return text + (f"; not reached: {', '.join(self.unreached)}" if self.unreached else "")
+
+
+def recalibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    passes: Literal[1, "exact"] = 1,
+    forward: Forward | None = None,
+    max_passes: int | None = None,
+) -> Recalibration:
+    """Replace the running statistics of every batch norm, plain or memorized, by those of `batches`.
+
+    `passes=1`: one pass with the norms in training mode (and nothing else: dropout stays off). Exact for the inputs
+    each layer gets, but the inputs of deeper layers are normalised by single batches, so the result still depends on
+    the batch size.
+
+    `passes="exact"`: passes in eval mode until nothing changes. Each pass settles at least one more layer, so there are
+    at most as many as layers, plus one to see it. The result is what the network computes at inference, and does not
+    depend on how the data is split. `batches` is gone through repeatedly: a list or a DataLoader that yields the same
+    data each time.
+
+    A memory is emptied, and the new statistics stand in for it. Layers frozen by the user (in eval mode while the model
+    is in training mode) are left alone. If anything raises, the model is as before.
+
+    Args:
+        batches: what the model takes; of a tuple or list the first element, a mapping as keyword arguments.
+        forward: how to call the model on a batch, if otherwise.
+        max_passes: give up earlier, with a warning.
+    """
+    if passes not in (1, "exact"):
+        raise OptionError(f'recalibrate: passes must be 1 or "exact"; got {passes!r}')
+    if passes == "exact" and iter(batches) is batches:
+        raise OptionError(
+            'recalibrate: passes="exact" goes through the batches repeatedly, and an iterator is used up at once; '
+            "pass a list"
+        )
+    layers = _tracking_layers(model, "recalibrate")
+    call = forward or _call
+    with _undone_on_error(layers.values()), torch.no_grad():
+        if passes == 1:
+            return _one_pass(model, layers, batches, call, training=True)
+        return _until_settled(model, layers, batches, call, max_passes or len(layers) + 1)
+
+
+def _until_settled(
+    model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, limit: int
+) -> Recalibration:
+    for number in range(1, limit + 1):
+        result = replace(_one_pass(model, layers, batches, call, training=False), passes=number)
+        if result.largest_change <= 1e-6:
+            return result
+    warnings.warn(
+        f"recalibrate: statistics still changed by {result.largest_change:.2g} standard deviations in pass {limit}. "
+        "Random augmentation, or shuffling that drops other images each time, makes passes differ: turn it off for an "
+        "exact result.",
+        MemnormWarning,
+        stacklevel=3,
+    )
+    return result
+
+
+def _one_pass(
+    model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, *, training: bool
+) -> Recalibration:
+    seen, count = population_moments(model, layers, batches, call, training=training)
+    change = max(_change(layers[name], moments) for name, moments in seen.items())
+    for name, moments in seen.items():
+        _write(layers[name], moments, count)
+    return Recalibration(len(seen), count, 1, change, tuple(name for name in layers if name not in seen))
+
+
+def population_moments(
+    model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, *, training: bool
+) -> tuple[dict[str, Moments], int]:
+    """Moments of the inputs of each layer over all batches, and the number of batches. The model is left as it was."""
+    seen: dict[str, Moments] = {}
+
+    def collect(name: str, moments: Moments) -> None:
+        seen[name] = merge(seen[name], moments) if name in seen else moments
+
+    count = 0
+    with _norms_in(model, layers, training=training), _watched(layers, collect):
+        for batch in batches:
+            call(model, batch)
+            count += 1
+    if not seen:
+        problem = "no batch norm was reached" if count else "there is no batch"
+        raise NothingToRecord(
+            f"{problem}: pass an iterable of batches for the model (and forward=, if it is not called as model(batch))"
+        )
+    return seen, count
+
+
+@contextmanager
+def _watched(layers: Layers, collect: Callable[[str, Moments], None]) -> Iterator[None]:
+    """Hand the moments of every input of every layer to `collect`, in float64 where the device has it."""
+
+    def hook(name: str) -> Callable[..., None]:
+        def watch(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else next(iter(kwargs.values()))
+            wide = torch.float32 if x.device.type == "mps" else torch.float64
+            mean, var, weight = batch_moments(x.detach())
+            collect(name, Moments(mean.to(wide), var.to(wide), weight))
+
+        return watch
+
+    handles = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _norms_in(model: nn.Module, layers: Layers, *, training: bool) -> Iterator[None]:
+    """The model in eval mode, its norms in training mode if asked, recording nothing; then everything as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    muted = [module for module in model.modules() if isinstance(module, Recording) and module.recording]
+    plain = [layer for layer in layers.values() if not isinstance(layer, Recording)]
+    try:
+        model.eval()
+        for layer in layers.values():
+            layer.training = training
+        for recorder in muted:
+            recorder.recording = False
+        with buffers_restored(plain):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for recorder in muted:
+            recorder.recording = True
+
+
+def _tracking_layers(model: nn.Module, caller: str) -> Layers:
+    """Batch norms with running statistics, except those the user froze."""
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None and not is_lazy(layer.running_mean)
+    }
+    if model.training:
+        layers = {name: layer for name, layer in layers.items() if layer.training}
+    if not layers:
+        raise NothingToRecord(
+            f"{caller}: {type(model).__name__} has no batch norm whose running statistics could be used"
+        )
+    return layers
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+
+def _change(layer: Any, new: Moments) -> float:
+    """How far the running statistics are from `new`: of the mean in standard deviations, of the variance as a relative
+    change.
+    """
+    scale = new.var + layer.eps
+    shift = (layer.running_mean.to(new.mean) - new.mean).abs() / scale.sqrt()
+    growth = (layer.running_var.to(new.var) - new.var).abs() / scale
+    return float(torch.maximum(shift, growth).max())
+
+
+def _write(layer: Any, moments: Moments, batches: int) -> None:
+    if isinstance(layer, MemorizedBatchNorm):
+        layer.reset_memory()
+    layer.running_mean.copy_(moments.mean)
+    layer.running_var.copy_(moments.var)
+    layer.num_batches_tracked.fill_(batches)
+
+
+@contextmanager
+def _undone_on_error(layers: Iterable[_BatchNorm]) -> Iterator[None]:
+    snapshot = Statistics(layers)
+    try:
+        yield
+    except BaseException:
+        snapshot.restore()
+        raise
+
+
+class Statistics:
+    """A copy of the buffers of some layers, and the way back to it."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._kept = [
+            (buffer, buffer.clone()) for layer in layers for buffer in layer._buffers.values() if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for buffer, value in self._kept:
+            buffer.copy_(value)
+
+
+class Adaptation:
+    """The handle of `adapt`: `revert()` brings the statistics of before back, memory included. In a `with` statement,
+    so does leaving it.
+    """
+
+    def __init__(self, statistics: Statistics, result: Recalibration) -> None:
+        self._statistics: Statistics | None = statistics
+        self.result = result
+
+    def revert(self) -> None:
+        if self._statistics is not None:
+            self._statistics.restore()
+            self._statistics = None
+
+    def __enter__(self) -> Adaptation:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.revert()
+
+
+def adapt(
+    model: nn.Module, target_batches: Iterable[Any], *, passes: Literal[1, "exact"] = 1, forward: Forward | None = None
+) -> Adaptation:
+    """Give every batch norm the statistics of a target domain (AdaBN), reversibly. No labels, no gradient; arguments as
+    in `recalibrate`.
+
+    with memnorm.adapt(model, target_batches):
+        predictions = model(target)
+    """
+    statistics = Statistics(_tracking_layers(model, "adapt").values())
+    return Adaptation(statistics, recalibrate(model, target_batches, passes=passes, forward=forward))
+
+
+def rms(values: Iterable[Tensor]) -> float:
+    squares = torch.cat([value.double().square().flatten() for value in values])
+    return float(squares.mean().sqrt()) if squares.numel() else 0.0

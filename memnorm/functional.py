@@ -1,0 +1,218 @@
+"""The arithmetic of memorized batch normalization: moments, their union, and the normalisation with its gradient.
+
+Everything rests on one operation, the union of two weighted sets of values known only by their moments:
+
+    ρ = n/(n + w)      μ̂ = M + ρ(μ − M)      σ̂² = V + ρ(σ² − V) + ρ(1 − ρ)(μ − M)²
+
+With (μ, σ², n) the current batch and (M, V, w) the memory, this is the paper's Eq. 6. The same `merge` is the recursion
+of an unlimited memory, the update of a cumulative average, and the sum over batches of a recalibration. `var` is always
+the biased variance.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Moments(NamedTuple):
+    """Mean and biased variance per channel, and the weight they stand for: a number of values per channel."""
+
+    mean: Tensor
+    var: Tensor
+    weight: Tensor | float
+
+
+def batch_moments(x: Tensor) -> Moments:
+    """Moments over every dimension but the second, in float32 or wider.
+
+    `var_mean` is accurate for data far from zero in every memory layout; a sum of squares is not.
+    """
+    dims = [0, *range(2, x.dim())]
+    var, mean = torch.var_mean(x.to(statistics_dtype(x.dtype)), dims, correction=0)
+    return Moments(mean, var, count_per_channel(x))
+
+
+def count_per_channel(x: Tensor) -> int:
+    count = x.shape[0]
+    for size in x.shape[2:]:
+        count *= size
+    return count
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Where statistics of such data are kept: float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(memory: Moments, batch: Moments, *, shift: bool = True) -> Moments:
+    """Moments of the union of two weighted sets: the module's equation.
+
+    `shift=False` leaves out ρ(1 − ρ)(μ − M)², the squared shift between the means: the paper's Eq. 4, which it argues
+    against.
+    """
+    total = batch.weight + memory.weight
+    share = torch.as_tensor(batch.weight / total, dtype=batch.mean.dtype, device=batch.mean.device)
+    mean = torch.lerp(memory.mean, batch.mean, share)
+    var = torch.lerp(memory.var, batch.var, share)
+    if shift:
+        var = var + share * (1 - share) * (batch.mean - memory.mean).square()
+    return Moments(mean, var, total)
+
+
+def pool(mean_KC: Tensor, var_KC: Tensor, weight_K: Tensor, *, shift: bool = True) -> Moments:
+    """Moments of the union of K weighted batches.
+
+        W = Σ w        M = Σ w μ / W        V = Σ w (σ² + (μ − M)²) / W
+
+    The squared shift between means is the paper's correction term: averaging the variances alone would lose it.
+    """
+    total = weight_K.sum()
+    share_K1 = (weight_K / total).unsqueeze(1)
+    mean_C = (share_K1 * mean_KC).sum(0)
+    spread_KC = var_KC + (mean_KC - mean_C).square() if shift else var_KC
+    return Moments(mean_C, (share_K1 * spread_KC).sum(0), total)
+
+
+def memorized_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    memory_mean: Tensor,
+    memory_var: Tensor,
+    memory_weight: Tensor | float,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Normalise `x` (N, C, …) by the moments of the union of its own values and a memory.
+
+        y = γ x̂ + β,   x̂ = (x − μ̂)/√(σ̂² + ε)
+        dx = γ/√(σ̂² + ε) · (g − ρ·mean(g) − ρ·x̂·mean(g·x̂))
+
+    `memory_weight` is the memory's weight in values per channel, strength included (λW in the docs). The memory is a
+    constant: no gradient flows into it, and it may be overwritten after the call.
+    """
+    memory = Moments(memory_mean.clone(), memory_var.clone(), memory_weight)
+    return normalize_with_memory(x, weight, bias, memory, eps)[0]
+
+
+def normalize_with_memory(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, memory: Moments, eps: float, *, shift: bool = True
+) -> tuple[Tensor, Moments]:
+    """`memorized_batch_norm`, and the batch's own moments (constants). The caller gives up `memory`'s tensors: they
+    must not change before backward.
+    """
+    dtype = statistics_dtype(x.dtype)
+    memory_weight = torch.as_tensor(memory.weight, device=x.device)
+    memory = Moments(memory.mean.to(dtype), memory.var.to(dtype), memory_weight.to(dtype).detach())
+    if shift and _is_plain(x):
+        y, mean, var = _MemorizedBatchNorm.apply(x, weight, bias, *memory, eps)
+        return y, Moments(mean, var, count_per_channel(x))
+    batch = batch_moments(x)
+    y = _affine(x, weight, bias, merge(memory, batch, shift=shift), eps)
+    return y, Moments(batch.mean.detach(), batch.var.detach(), batch.weight)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether autograd alone is looking: a compiler, a functorch transform or forward-mode AD each needs operations it
+    can see through.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or type(x) not in (Tensor, torch.nn.Parameter)
+    )
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, hat: Moments, eps: float) -> Tensor:
+    """y = γ(x − μ̂)/√(σ̂² + ε) + β in differentiable operations, in the statistics' dtype and then the input's."""
+    scale = torch.rsqrt(hat.var + eps)
+    if weight is not None:
+        scale = scale * weight
+    y = (x - _per_channel(hat.mean, x)) * _per_channel(scale, x)
+    if bias is not None:
+        y = y + _per_channel(bias, x)
+    return y.to(x.dtype)
+
+
+def _per_channel(vector_C: Tensor, x: Tensor) -> Tensor:
+    return vector_C.view(1, -1, *[1] * (x.dim() - 2))
+
+
+class _MemorizedBatchNorm(torch.autograd.Function):
+    """The whole layer as one node that saves its input and vectors of C numbers, from the pieces of torch's own batch
+    norm.
+    """
+
+    @staticmethod
+    def forward(x, weight, bias, memory_mean, memory_var, memory_weight, eps):
+        batch = batch_moments(x)
+        hat = merge(Moments(memory_mean, memory_var, memory_weight), batch)
+        dtype = batch.mean.dtype
+        y = F.batch_norm(x, hat.mean, hat.var, _to(weight, dtype), _to(bias, dtype), False, 0.0, eps)
+        return y, batch.mean, batch.var
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, bias, memory_mean, memory_var, memory_weight, eps = inputs
+        _, mean, var = output
+        ctx.mark_non_differentiable(mean, var)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, memory_mean, memory_var, memory_weight, mean, var)
+        ctx.eps, ctx.bias_dtype = eps, None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx, grad_y, _grad_mean, _grad_var):
+        nothing = (None,) * 7
+        if grad_y is None:
+            return nothing
+        x, weight, memory_mean, memory_var, memory_weight, mean, var = ctx.saved_tensors
+        memory = Moments(memory_mean, memory_var, memory_weight)
+        # Under create_graph the moments must be functions of x again: saved numbers would lose the second derivative.
+        batch = batch_moments(x) if torch.is_grad_enabled() else Moments(mean, var, count_per_channel(x))
+        fast = not torch.is_grad_enabled() and x.dtype == mean.dtype
+        backward = _backward_fast if fast else _backward_formula
+        grad_x, grad_weight, grad_bias = backward(
+            grad_y, x, weight, merge(memory, batch), ctx.eps, ctx.needs_input_grad
+        )
+        grad_weight = _to(grad_weight, weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+        grad_bias = _to(grad_bias, ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return grad_x if ctx.needs_input_grad[0] else None, grad_weight, grad_bias, *nothing[3:]
+
+
+def _backward_fast(grad_y, x, weight, hat, eps, needs):
+    """Torch's eval-mode backward gives γg/σ̂ and the two sums; what the batch's own share of the statistics adds is
+    linear in x.
+    """
+    weight = _to(weight, hat.mean.dtype)
+    mask = [needs[0], True, True]
+    grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+        grad_y, x, weight, hat.mean, hat.var, None, None, False, eps, mask
+    )
+    if needs[0]:
+        inv = torch.rsqrt(hat.var + eps)
+        scale = inv if weight is None else inv * weight
+        scale = scale / -hat.weight  # ρ/n, with the sign of what is subtracted
+        centred = x - _per_channel(hat.mean, x)
+        correction = centred.mul_(_per_channel(scale * inv * grad_weight, x)).add_(_per_channel(scale * grad_bias, x))
+        grad_x = grad_x.add_(correction)
+    return grad_x, grad_weight, grad_bias
+
+
+def _backward_formula(grad_y, x, weight, hat, eps, _needs):
+    """The formula of `memorized_batch_norm`: differentiable again, and rounded to a narrow dtype only once."""
+    inv = torch.rsqrt(hat.var + eps)
+    x_hat = (x - _per_channel(hat.mean, x)) * _per_channel(inv, x)
+    dims = [0, *range(2, x.dim())]
+    grad = grad_y.to(inv.dtype)
+    grad_bias, grad_weight = grad.sum(dims), (grad * x_hat).sum(dims)
+    scale = inv if weight is None else inv * weight
+    own = (_per_channel(grad_bias, x) + x_hat * _per_channel(grad_weight, x)) / hat.weight
+    return ((grad - own) * _per_channel(scale, x)).to(x.dtype), grad_weight, grad_bias
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

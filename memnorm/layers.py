@@ -1,0 +1,389 @@
+"""Batch normalization with a memory, as drop-in subclasses of torch's layers.
+
+A layer remembers the moments of the last `memory_size` batches. Their union, weighted by `decay**age` and by each
+batch's count, is kept pooled in `running_mean`, `running_var` and `running_weight` (M, V, W of the docs). A training
+forward normalises with the union of the current batch and that memory, the memory's weight multiplied by `strength`; an
+eval forward is torch's own batch norm on `running_mean` and `running_var`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from memnorm.errors import DTypeError, InputError, OptionError
+from memnorm.functional import (
+    Moments,
+    batch_moments,
+    count_per_channel,
+    merge,
+    normalize_with_memory,
+    pool,
+    statistics_dtype,
+)
+from memnorm.recompute import Readings, inside_backward
+from memnorm.state import (
+    POOLED,
+    SLOTS,
+    STATISTICS,
+    apply_keeping_width,
+    channel_mismatch,
+    complete_checkpoint,
+    scalar,
+    widen,
+)
+
+
+class Recording:
+    """A layer that writes statistics in its training forwards, unless `recording` is off.
+
+    The switch belongs to the running program: copies and pickles of a layer start with it on.
+    """
+
+    training: bool
+    recording: bool = True
+    _watched_by: Any = None  # the Double-Forward handle in charge, if any
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("recording", "_readings", "_watched_by")
+        }
+
+
+class MemorizedBatchNorm(Recording, _BatchNorm):
+    """What the layers for 1-d, 2-d and 3-d data share. Use those.
+
+    Args:
+        num_features: channels C of an input (N, C, …).
+        memory_size: batches remembered; None remembers all of them, in constant space.
+        decay: factor by which a remembered batch loses weight with each batch that follows, in (0, 1].
+        strength: weight of the whole memory against the current batch, in [0, 1]; 0 is plain batch norm in training.
+            A buffer: change it with `set_strength` or a `memnorm.StrengthSchedule`.
+        prior_weight: trained running statistics of a plain batch norm stand in for the memory until something is
+            recorded; this is their weight, in units of the current batch.
+        prior_from_init: let the initial statistics (0, 1) stand in as well, so that a first batch of one value per
+            channel can be trained on.
+
+    `eps`, `momentum`, `affine`, `track_running_stats`, `device`, `dtype` and `bias` are those of
+    `torch.nn.BatchNorm2d`. `momentum=None` accumulates cumulative statistics as torch does (see `docs/design.md`); a
+    number has no effect here and is kept for `memnorm.to_batchnorm`.
+    """
+
+    plain_class: type[_BatchNorm]
+    ranks: tuple[int, ...]
+
+    weight: nn.Parameter | None  # type: ignore[assignment]
+    bias: nn.Parameter | None  # type: ignore[assignment]
+    running_mean: Any  # Tensor, or None without track_running_stats
+    running_var: Any
+    num_batches_tracked: Any
+    running_weight: Tensor
+    memory_mean: Tensor
+    memory_var: Tensor
+    memory_count: Tensor
+    strength: Tensor
+    _seasoned: bool = False  # whether there is known to be something to merge a batch with
+    _shift_between_means: bool = True  # False is the paper's Eq. 4, for its ablation
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        memory_size: int | None = 20,
+        decay: float = 0.9,
+        strength: float = 0.5,
+        prior_weight: float = 1.0,
+        prior_from_init: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+        self._install_memory(
+            memory_size=memory_size,
+            decay=decay,
+            strength=strength,
+            prior_weight=prior_weight,
+            prior_from_init=prior_from_init,
+        )
+
+    def _install_memory(
+        self, *, memory_size: int | None, decay: float, strength: float, prior_weight: float, prior_from_init: bool
+    ) -> None:
+        """Add the memory to a layer that is a batch norm already."""
+        _check_options(memory_size, decay, strength, prior_weight)
+        self.memory_size, self.decay = memory_size, decay
+        self.prior_weight, self.prior_from_init = prior_weight, prior_from_init
+        self._initial_strength = strength
+        if self.running_mean is None or self.running_var is None:
+            for name in ("running_weight", *SLOTS, "strength"):
+                self.register_buffer(name, None)
+            return
+        device, dtype = self.running_mean.device, statistics_dtype(self.running_mean.dtype)
+        self.running_mean, self.running_var = self.running_mean.to(dtype), self.running_var.to(dtype)
+        slots = memory_size or 0
+        self.register_buffer("running_weight", torch.zeros((), device=device, dtype=dtype))
+        self.register_buffer("memory_mean", torch.zeros(slots, self.num_features, device=device, dtype=dtype))
+        self.register_buffer("memory_var", torch.zeros(slots, self.num_features, device=device, dtype=dtype))
+        self.register_buffer("memory_count", torch.zeros(slots, device=device, dtype=dtype))
+        self.register_buffer("strength", scalar(strength, device))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input(input)
+        if not (self.training and self.track_running_stats) or self.running_mean is None:
+            return self._plain_forward(input)
+        count = count_per_channel(input)
+        if count == 0:
+            raise InputError(
+                f"{self._name}: the batch is empty (shape {tuple(input.shape)}): skip it, or evaluate it after .eval()"
+            )
+        if count == 1:
+            self._require_statistics(input)
+        replaying = not torch.compiler.is_compiling() and inside_backward()
+        memory = self._recall(input) if replaying else None
+        if memory is None:
+            memory = self._read(count)
+        output, batch = normalize_with_memory(
+            input, self.weight, self.bias, memory, self.eps, shift=self._shift_between_means
+        )
+        if not replaying:
+            if not torch.compiler.is_compiling():
+                self._kept_readings.keep(batch, memory)
+            if self.recording:
+                self._record(batch)
+        return output
+
+    def _plain_forward(self, x: Tensor) -> Tensor:
+        """Torch's own operation: on the running statistics in eval, on the batch where no statistics are kept."""
+        use_batch = self.training or self.running_mean is None
+        weight: Any
+        bias: Any
+        weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
+        if use_batch:
+            mean = var = None
+        else:
+            dtype = statistics_dtype(x.dtype)
+            weight, bias, mean, var = (None if t is None else t.to(dtype) for t in (weight, bias, mean, var))
+        return F.batch_norm(x, mean, var, weight, bias, use_batch, 0.0, self.eps)
+
+    def _read(self, count: Tensor | float) -> Moments:
+        """A copy of the memory as this forward sees it, its weight multiplied by the strength.
+
+        With `momentum=None` torch's tools accumulate statistics over batches that are each normalised on their own; so
+        do we.
+        """
+        weight = self.strength * (0 if self.momentum is None else self._weight_now(count))
+        return Moments(self.running_mean.clone(), self.running_var.clone(), weight)
+
+    def _weight_now(self, count: Tensor | float) -> Tensor:
+        """W, where nothing is recorded yet the weight of the statistics that stand in. Tensors all the way: no host
+        sync, no branch.
+        """
+        return torch.where(
+            self.running_weight == 0, self._stands_in() * (self.prior_weight * count), self.running_weight
+        )
+
+    def _stands_in(self) -> Tensor:
+        trained: Tensor = (self.running_mean != 0).any() | (self.running_var != 1).any()
+        return trained | self.prior_from_init
+
+    def _recall(self, x: Tensor) -> Moments | None:
+        return self._kept_readings.recall(batch_moments(x.detach()))
+
+    @property
+    def _kept_readings(self) -> Readings:
+        if "_readings" not in self.__dict__:
+            self._readings = Readings()
+        return self._readings
+
+    @torch.no_grad()
+    def _record(self, batch: Moments) -> None:
+        """Make `batch` the newest remembered one and pool the memory again. Every buffer changes in place; a batch that
+        is not finite changes none.
+        """
+        finite = (batch.mean.isfinite() & batch.var.isfinite()).all()
+        batch = Moments(batch.mean.to(self.running_mean.dtype), batch.var.to(self.running_mean.dtype), batch.weight)
+        weight = self._weight_now(batch.weight)
+        slots = self._shifted(batch, weight)
+        if self.momentum is None or self.memory_size is None:
+            fade = 1.0 if self.momentum is None else self.decay
+            pooled = merge(
+                Moments(self.running_mean, self.running_var, weight * fade), batch, shift=self._shift_between_means
+            )
+        else:
+            age = torch.arange(self.memory_size, device=finite.device, dtype=self.memory_count.dtype)
+            pooled = pool(slots[0], slots[1], slots[2] * self.decay**age, shift=self._shift_between_means)
+        for name, new in zip(STATISTICS if slots else POOLED, (*pooled, *slots), strict=True):
+            old = self.get_buffer(name)
+            old.copy_(torch.where(finite, new, old))
+        self.num_batches_tracked.add_(finite)
+
+    def _shifted(self, batch: Moments, weight: Tensor) -> tuple[Tensor, ...]:
+        """The slots with `batch` in front of them; statistics that stood in for an empty memory become its oldest
+        entry.
+        """
+        if not self.memory_size:
+            return ()
+        stood_in = (self.running_weight == 0) & (weight > 0)
+        newest = (batch.mean, batch.var, torch.as_tensor(batch.weight, device=weight.device, dtype=weight.dtype))
+        prior = (self.running_mean, self.running_var, weight)
+        slots = (self.memory_mean, self.memory_var, self.memory_count)
+        second = (torch.where(stood_in, value, slot[0]) for value, slot in zip(prior, slots, strict=True))
+        rows = zip(newest, second, slots, strict=True)
+        return tuple(torch.cat([a[None], b[None], slot[1:]])[: self.memory_size] for a, b, slot in rows)
+
+    @torch.no_grad()
+    def reset_memory(self) -> None:
+        """Forget the remembered batches. Eval does not change: the running statistics stay, and stand in for the memory
+        as trained ones do.
+        """
+        self._seasoned = False
+        for name in ("running_weight", *SLOTS):
+            if self._buffers.get(name) is not None:
+                self.get_buffer(name).zero_()
+
+    def reset_running_stats(self) -> None:
+        """Forget everything: running statistics (0, 1), empty memory."""
+        super().reset_running_stats()
+        self.reset_memory()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self._buffers.get("strength") is not None:
+            self.set_strength(self._initial_strength)
+
+    def set_strength(self, value: float) -> None:
+        """Set the weight of the memory, in [0, 1]. In place: nothing recompiles and the device is not synchronised."""
+        _check_strength(value)
+        if self.strength is not None:
+            self.strength.fill_(value)
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() not in self.ranks:
+            wanted = " or ".join(f"{rank}-D" for rank in self.ranks)
+            raise InputError(
+                f"{self._name}: expected {wanted} input (N, C, …), "
+                f"got {input.dim()}-D input of shape {tuple(input.shape)}"
+            )
+
+    def _check_input(self, x: Tensor) -> None:
+        self._check_input_dim(x)
+        if x.shape[1] != self.num_features:
+            raise InputError(
+                f"{self._name}: the layer has {self.num_features} channels, the input has {x.shape[1]} (shape "
+                f"{tuple(x.shape)}; channels are dimension 1)"
+            )
+        if not x.is_floating_point():
+            raise DTypeError(f"{self._name}: expected floating-point input, got {x.dtype}: convert it with .float()")
+
+    def _require_statistics(self, x: Tensor) -> None:
+        """One value per channel has no variance of its own: there must be something to merge it with.
+
+        Reads the device, in this rare case only, and not again once the answer was yes.
+        """
+        if torch.compiler.is_compiling() or self._seasoned or self.prior_from_init:
+            return
+        if self.momentum is not None and bool((self.running_weight > 0) | self._stands_in()):
+            self._seasoned = True
+            return
+        raise InputError(
+            f"{self._name}: Expected more than 1 value per channel when training, got input size {tuple(x.shape)}, "
+            "and the memory is empty. Begin with a larger batch, load trained statistics, or pass "
+            "prior_from_init=True to start from mean 0 and variance 1."
+        )
+
+    def extra_repr(self) -> str:
+        strength = self._initial_strength if self.strength is None or self.strength.is_meta else float(self.strength)
+        memory = f"memory_size={self.memory_size}, decay={self.decay}, strength={strength:g}"
+        plain = f"eps={self.eps}, momentum={self.momentum}, affine={self.affine}"
+        bias = "" if self.bias is not None or not self.affine else ", bias=False"
+        return f"{self.num_features}, {memory}, {plain}{bias}, track_running_stats={self.track_running_stats}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.running_mean is None:
+            return super()._apply(fn, recurse)
+        apply_keeping_width(self, fn, lambda: super(MemorizedBatchNorm, self)._apply(fn, recurse))
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        self._seasoned = False
+        mismatch = channel_mismatch(self, state_dict, prefix)
+        if mismatch is not None:
+            error_msgs.append(mismatch)
+            return
+        if self.running_mean is not None:
+            complete_checkpoint(self, state_dict, prefix)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        widen(self)
+
+
+def _check_options(memory_size: int | None, decay: float, strength: float, prior_weight: float) -> None:
+    if memory_size is not None and (
+        isinstance(memory_size, bool) or not isinstance(memory_size, int) or memory_size < 1
+    ):
+        raise OptionError(
+            f"memory_size must be a positive number of batches, or None for all of them; got {memory_size!r}"
+        )
+    if not _is_number(decay) or not 0 < decay <= 1:
+        raise OptionError(f"decay must lie in (0, 1]; got {decay!r}")
+    _check_strength(strength)
+    if not _is_number(prior_weight) or not 0 <= prior_weight < math.inf:
+        raise OptionError(f"prior_weight must be zero or a positive number of batches; got {prior_weight!r}")
+
+
+def _check_strength(strength: float) -> None:
+    if not _is_number(strength) or not 0 <= strength <= 1:
+        raise OptionError(f"strength must lie in [0, 1]; got {strength!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class MemorizedBatchNorm1d(MemorizedBatchNorm, nn.BatchNorm1d):
+    """Memorized batch norm over (N, C) or (N, C, L)."""
+
+    plain_class = nn.BatchNorm1d
+    ranks = (2, 3)
+
+
+class MemorizedBatchNorm2d(MemorizedBatchNorm, nn.BatchNorm2d):
+    """Memorized batch norm over (N, C, H, W)."""
+
+    plain_class = nn.BatchNorm2d
+    ranks = (4,)
+
+
+class MemorizedBatchNorm3d(MemorizedBatchNorm, nn.BatchNorm3d):
+    """Memorized batch norm over (N, C, D, H, W)."""
+
+    plain_class = nn.BatchNorm3d
+    ranks = (5,)

@@ -1,0 +1,147 @@
+"""From batch norm to memorized batch norm and back, one layer at a time.
+
+A replacement takes over everything the layer carries (parameters, hooks, mode, attributes set by the user) by sharing
+the contents of its `__dict__`; the way back drops what was added and restores the class it came from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from memnorm.errors import InputError, OptionError
+from memnorm.layers import MemorizedBatchNorm, MemorizedBatchNorm1d, MemorizedBatchNorm2d, MemorizedBatchNorm3d
+from memnorm.state import SLOTS
+
+OPTIONS = {"memory_size": 20, "decay": 0.9, "strength": 0.5, "prior_weight": 1.0, "prior_from_init": False}
+OWN_ATTRIBUTES = {
+    "memory_size",
+    "decay",
+    "prior_weight",
+    "prior_from_init",
+    "_initial_strength",
+    "_source_class",
+    "_rank",
+} | {
+    "_seasoned",
+    "_shift_between_means",
+    "_readings",
+    "_watched_by",
+    "recording",
+}
+
+
+class MemorizedBatchNormNd(MemorizedBatchNorm2d):
+    """In place of a layer that takes data of any rank, such as SyncBatchNorm. Its moments are this process's own."""
+
+    _rank: int | None = None
+    _source_class: type[_BatchNorm]
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise InputError(f"{self._name}: expected at least 2-D input (N, C, …), got shape {tuple(input.shape)}")
+        if self._rank != input.dim():
+            self._rank = input.dim()
+
+    @property
+    def plain_class(self) -> type[_BatchNorm]:  # type: ignore[override]
+        """The plain class for the data seen so far; for none, the class the layer came from."""
+        by_rank = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+        return by_rank.get(self._rank or 0, self._source_class)
+
+
+class MemorizedBatchNormAct2d(MemorizedBatchNorm2d):
+    """In place of a batch norm that goes on with a `drop` and an `act` layer of its own, such as timm's BatchNormAct2d."""
+
+    _source_class: type[_BatchNorm]
+    drop: nn.Module
+    act: nn.Module
+
+    @property
+    def plain_class(self) -> type[_BatchNorm]:  # type: ignore[override]
+        return self._source_class
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.act(self.drop(super().forward(input)))
+
+
+def memorize(layer: _BatchNorm, **options: Any) -> MemorizedBatchNorm:
+    """A memorized layer in place of a batch norm for which `why_not` has no objection; a memorized one gets new options
+    and keeps its memory.
+    """
+    unknown = options.keys() - OPTIONS.keys()
+    if unknown:
+        raise OptionError(
+            f"convert: unknown option {', '.join(sorted(unknown))} for norm 'mbn'; its options are {', '.join(OPTIONS)}"
+        )
+    if isinstance(layer, MemorizedBatchNorm):
+        return _with_options(layer, options) if options else layer
+    new = _takes_over(layer, _memorized_class(layer))
+    new._source_class = type(layer)
+    new._install_memory(**{**OPTIONS, **options})
+    return new
+
+
+def _memorized_class(layer: _BatchNorm) -> type[MemorizedBatchNorm]:
+    if has_activation(layer):
+        return MemorizedBatchNormAct2d
+    for plain, memorized in (
+        (nn.BatchNorm1d, MemorizedBatchNorm1d),
+        (nn.BatchNorm2d, MemorizedBatchNorm2d),
+        (nn.BatchNorm3d, MemorizedBatchNorm3d),
+    ):
+        if isinstance(layer, plain) and type(layer)._check_input_dim is plain._check_input_dim:
+            return memorized
+    return MemorizedBatchNormNd
+
+
+def _with_options(layer: MemorizedBatchNorm, options: dict[str, Any]) -> MemorizedBatchNorm:
+    new = _takes_over(layer, type(layer))
+    current = {name: getattr(layer, name) for name in OPTIONS if name != "strength"}
+    new._install_memory(**{"strength": layer._initial_strength, **current, **options})
+    state = layer.state_dict()
+    if "strength" in options:
+        state["strength"] = new.strength
+    new.load_state_dict(state)
+    return new
+
+
+def plain(layer: MemorizedBatchNorm) -> _BatchNorm:
+    """The batch norm of torch (or of the library the layer came from) that evaluates as `layer` does."""
+    new = _takes_over(layer, layer.plain_class)
+    for name in ("running_weight", *SLOTS, "strength"):
+        del new._buffers[name]
+    for name in OWN_ATTRIBUTES & new.__dict__.keys():
+        del new.__dict__[name]
+    if not isinstance(new, nn.SyncBatchNorm):
+        new.__dict__.pop("process_group", None)
+    if new.running_mean is not None and new.weight is not None:
+        dtype = new.weight.dtype
+        new.running_mean, new.running_var = new.running_mean.to(dtype), new.running_var.to(dtype)
+    return new
+
+
+def _takes_over(layer: nn.Module, cls: type) -> Any:
+    """An instance of `cls` made of `layer`'s contents. Hook dictionaries are shared: the handles that users hold keep
+    working.
+    """
+    new: Any = object.__new__(cls)
+    new.__dict__.update(layer.__dict__)
+    for registry in ("_parameters", "_buffers", "_modules"):
+        new.__dict__[registry] = dict(layer.__dict__[registry])
+    new.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
+    return new
+
+
+def has_activation(layer: nn.Module) -> bool:
+    """Whether this is a timm-like norm with `drop` and `act` behind it. Known by name: another class may use the same
+    attributes in another way.
+    """
+    known = type(layer).__name__ in ("BatchNormAct2d", "SyncBatchNormAct")
+    return (
+        known
+        and isinstance(getattr(layer, "drop", None), nn.Module)
+        and isinstance(getattr(layer, "act", None), nn.Module)
+    )

@@ -1,0 +1,113 @@
+"""Forwards that autograd runs again inside backward: activation checkpointing.
+
+A checkpointed segment runs its forward twice, and the second run must reproduce the first or the gradients are those of
+another function. For a layer with a memory that is not automatic: the memory has moved on in between. So a training
+forward that may be recomputed keeps the memory it read, and a forward that runs inside backward asks for it back. Not
+writing a second time is the other half, and alone is not enough: it leaves the buffers right and the gradients wrong.
+
+Which of several kept readings is the right one? The recomputed batch has the moments of the original one, so the
+reading with the nearest moments is taken (on the device, without a host sync). Equal batches are told apart by the
+order of the autograd nodes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from memnorm.errors import MemnormError
+from memnorm.functional import Moments
+
+KEPT_WITHOUT_GRAPH = 64
+
+
+def inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def inside_function() -> bool:
+    """Whether a custom `autograd.Function` runs its forward, as `checkpoint(use_reentrant=True)` does: grad mode and
+    forward-mode AD are both off.
+    """
+    return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+
+
+class Reading(NamedTuple):
+    """What one training forward read (`memory`), and the batch it read it for."""
+
+    sequence: int
+    batch: Moments
+    memory: Moments
+
+
+class Readings:
+    """The readings of one layer that a backward may still ask for.
+
+    `checkpoint(use_reentrant=False)` shows itself by the saved-tensor hooks it installs; the readings live as long as
+    the graph that refers to them. `use_reentrant=True` runs the segment inside a custom `autograd.Function`; nothing
+    ties a reading to its graph, so a bounded number is kept.
+    """
+
+    def __init__(self) -> None:
+        self._by_hook: WeakKeyDictionary[Callable[..., Any], list[Reading]] = WeakKeyDictionary()
+        self._without_graph: deque[Reading] = deque(maxlen=KEPT_WITHOUT_GRAPH)
+        self._dropped = False
+        self._replay: tuple[int, int] = (-1, -1)
+        self._replayed = 0
+
+    def keep(self, batch: Moments, memory: Moments) -> None:
+        """Keep a reading if the running forward may be recomputed, else do nothing."""
+        shelf = self._shelf()
+        if shelf is not None:
+            self._dropped |= shelf is self._without_graph and len(shelf) == KEPT_WITHOUT_GRAPH
+            shelf.append(Reading(torch._C._autograd._get_sequence_nr(), batch, memory))
+
+    def _shelf(self) -> list[Reading] | deque[Reading] | None:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None:
+            return self._by_hook.setdefault(hooks[1], [])
+        return self._without_graph if inside_function() else None
+
+    def recall(self, batch: Moments) -> Moments | None:
+        """The memory that the forward now recomputed read the first time; None if no forward kept one."""
+        candidates = self._candidates()
+        if not candidates:
+            return None
+        if len(candidates) == 1:
+            return candidates[0].memory
+        distance_J = torch.stack([_distance(reading.batch, batch) for reading in candidates])
+        nearest = distance_J.argmin()  # the first of equals, hence the preferred one
+        mean, var, weight = (
+            torch.stack(parts)[nearest] for parts in zip(*(reading.memory for reading in candidates), strict=True)
+        )
+        return Moments(mean, var, weight)
+
+    def _candidates(self) -> list[Reading]:
+        """Every kept reading, the one expected by order first."""
+        node = torch._C._current_autograd_node()
+        sequence = -1 if node is None else node._sequence_nr()
+        replay = (torch._C._current_graph_task_id(), sequence)
+        self._replayed = self._replayed + 1 if replay == self._replay else 0
+        self._replay = replay
+        reentrant = [reading for reading in self._without_graph if reading.sequence > sequence]
+        shelves = [shelf for shelf in self._by_hook.values() if shelf[0].sequence <= sequence]
+        segment = max(shelves, key=lambda shelf: shelf[0].sequence, default=[])
+        if not reentrant and not segment and self._dropped:
+            raise MemnormError(
+                f"a checkpointed layer ran more than {KEPT_WITHOUT_GRAPH} times before its backward, and the first of "
+                "these runs can no longer be reproduced; use torch.utils.checkpoint with use_reentrant=False, which "
+                "has no such limit"
+            )
+        expected = segment or reentrant
+        first = expected[min(self._replayed, len(expected) - 1)] if expected else None
+        everything = [*self._without_graph, *(reading for shelf in self._by_hook.values() for reading in shelf)]
+        return everything if first is None else [first, *(reading for reading in everything if reading is not first)]
+
+
+def _distance(a: Moments, b: Moments) -> Tensor:
+    return (a.mean - b.mean).abs().sum() + (a.var - b.var).abs().sum()

@@ -1,0 +1,125 @@
+"""The paper's definitions, transcribed literally: slow, obvious, and the judge of everything else in this package.
+
+Remembered batches are kept whole and summed value by value (Eq. 5). Nothing is pooled, merged or differentiated by
+hand; autograd does the gradient. Read it beside the paper; `docs/equations.md` maps the symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def memorized_moments(batches: Sequence[Tensor], alphas: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Eq. 5 over batches of shape (n_i, C), each value of batch i weighted by alpha_i.
+
+    μ̂ = Σ_i α_i Σ_j x_i^(j) / Σ_i α_i n_i        σ̂² = Σ_i Σ_j α_i (x_i^(j) − μ̂)² / Σ_i α_i n_i
+    """
+    denominator: Any = sum(alpha * len(batch) for batch, alpha in zip(batches, alphas, strict=True))
+    mean_hat: Any = sum(alpha * batch.sum(dim=0) for batch, alpha in zip(batches, alphas, strict=True)) / denominator
+    squares = (alpha * ((batch - mean_hat) ** 2).sum(dim=0) for batch, alpha in zip(batches, alphas, strict=True))
+    var_hat: Any = sum(squares) / denominator
+    return mean_hat, var_hat
+
+
+def alpha(strength: float, decay: float, age: int) -> float:
+    """Eq. 8, λ η^(k−i), with the age k − i: 0 for the newest remembered batch. The current batch has α = 1."""
+    return strength * decay**age
+
+
+def values_per_channel(x: Tensor) -> Tensor:
+    """(N, C, …) as a list of n = N·… values per channel: (n, C)."""
+    return x.transpose(0, 1).flatten(1).T
+
+
+class ReferenceBatchNorm(nn.Module):
+    """Memorized batch normalization as the paper writes it.
+
+    Training: the current batch and the `memory_size` recent ones (None: all) are one large batch; μ̂ and σ̂² are its
+    weighted moments (Eq. 5), the output is Eq. 7. Inference: there is no current batch, λ cancels, and the same
+    equations run over the remembered batches alone. With nothing remembered, inference takes mean 0 and variance 1, as
+    torch's layers do.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        memory_size: int | None = 20,
+        decay: float = 0.9,
+        strength: float = 0.5,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.memory_size, self.decay, self.strength, self.eps = memory_size, decay, strength, eps
+        self.weight = nn.Parameter(torch.ones(num_features, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(num_features, dtype=torch.float64))
+        self.memory: list[Tensor] = []  # whole batches (n_i, C), newest first
+        self.recording = True
+
+    def moments(self, current: Tensor | None) -> tuple[Tensor, Tensor]:
+        """μ̂ and σ̂² of the memory, with the current batch (n, C) in training, without one at inference."""
+        batches = list(self.memory)
+        strength = 1.0 if current is None else self.strength
+        alphas = [alpha(strength, self.decay, age) for age in range(len(batches))]
+        if current is not None:
+            batches.append(current)
+            alphas.append(1.0)
+        if not batches:
+            return torch.zeros_like(self.bias), torch.ones_like(self.weight)
+        return memorized_moments(batches, alphas)
+
+    def forward(self, x: Tensor) -> Tensor:
+        current = values_per_channel(x) if self.training else None
+        mean_hat, var_hat = self.moments(current)
+        shape = (1, -1) + (1,) * (x.dim() - 2)
+        x_hat = (x - mean_hat.view(shape)) / torch.sqrt(var_hat.view(shape) + self.eps)
+        y = self.weight.view(shape) * x_hat + self.bias.view(shape)
+        if current is not None and self.recording:
+            self.remember(current)
+        return y
+
+    def remember(self, current: Tensor) -> None:
+        self.memory.insert(0, current.detach().clone())
+        if self.memory_size is not None:
+            del self.memory[self.memory_size :]
+
+
+def algorithm_1(
+    network: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    loss_function: Callable[[Tensor, Tensor], Tensor],
+    learning_rate: float,
+    *,
+    double_forward: bool = True,
+) -> list[float]:
+    """The paper's Algorithm 1, iterated: train `network` (with `ReferenceBatchNorm` layers) by plain SGD and return the
+    losses.
+
+    With `double_forward=False` the first forward records, and there is no second: MBN-1.
+    """
+    layers = [module for module in network.modules() if isinstance(module, ReferenceBatchNorm)]
+    losses = []
+    for x, target in batches:
+        # First forward propagation, and backpropagation
+        set_recording(layers, not double_forward)
+        loss = loss_function(network(x), target)
+        gradients = torch.autograd.grad(loss, list(network.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(network.parameters(), gradients, strict=True):
+                parameter.sub_(learning_rate * gradient)
+        # Second forward propagation: the same batch, the new weights; its moments are recorded
+        if double_forward:
+            set_recording(layers, True)
+            with torch.no_grad():
+                network(x)
+        losses.append(loss.item())
+    return losses
+
+
+def set_recording(layers: Iterable[ReferenceBatchNorm], on: bool) -> None:
+    for layer in layers:
+        layer.recording = on

@@ -1,0 +1,156 @@
+"""The second forward: one more pass of a batch through a model, whose only lasting effect is what its recording layers
+remember.
+
+The pass runs in the mode each module is in, without grad, under the random state and the autocast of the training
+forward, with every other buffer of the model put back afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from memnorm.errors import NothingToRecord
+from memnorm.layers import Recording
+
+
+def recorders(model: nn.Module) -> dict[str, Recording]:
+    """The layers of `model` that record statistics, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Recording)}
+
+
+@contextmanager
+def recording(model: nn.Module, on: bool) -> Iterator[None]:
+    """Within the context, the layers of `model` record what they see in training mode (`on=True`) or nothing at all
+    (`on=False`).
+    """
+    layers = recorders(model)
+    if not layers:
+        raise NothingToRecord(f"recording: {nothing_records(model)}")
+    before = {name: layer.recording for name, layer in layers.items()}
+    try:
+        for layer in layers.values():
+            layer.recording = on
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.recording = before[name]
+
+
+def rerecord(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Send a batch forward once more, after the weights have changed, so that the memory holds its present moments.
+
+        with memnorm.recording(model, False):
+            loss = criterion(model(x), target)
+        loss.backward()
+        optimizer.step()
+        memnorm.rerecord(model, x)
+
+    Layers in eval mode stay as they are. Random numbers are drawn from the present state, which is then restored.
+    `memnorm.double_forward` does all of this by itself, with the random state of the training forward.
+    """
+    replay(model, args, kwargs, Surroundings.now(model))
+
+
+class Surroundings(NamedTuple):
+    """What a forward depends on besides weights and inputs: random states and autocast."""
+
+    rng: dict[str, Any]
+    autocast: dict[str, tuple[bool, torch.dtype]]
+
+    @classmethod
+    def now(cls, model: nn.Module) -> Surroundings:
+        parameter = next(model.parameters(), None)
+        devices = (
+            ["cpu"] if parameter is None or parameter.device.type in ("cpu", "meta") else ["cpu", parameter.device.type]
+        )
+        return cls(
+            _rng_state(devices), {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices}
+        )
+
+
+def _rng_state(devices: Iterable[str]) -> dict[str, Any]:
+    """Random states of Python, numpy (if in use), and every device of the given types."""
+    state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    for device in set(devices) - state.keys():
+        state[device] = torch.get_device_module(device).get_rng_state_all()
+    return state
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["cpu"])
+    if "numpy" in state:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    for device in state.keys() - {"python", "cpu", "numpy"}:
+        torch.get_device_module(device).set_rng_state_all(state[device])
+
+
+def replay(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], surroundings: Surroundings) -> None:
+    """One recording forward of `model` under `surroundings`, leaving nothing else behind."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    layers = recorders(inner)
+    if not any(layer.training for layer in layers.values()):
+        raise NothingToRecord(f"rerecord: {nothing_records(model)}")
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(recording(inner, True))
+        stack.enter_context(buffers_restored(module for module in inner.modules() if not isinstance(module, Recording)))
+        stack.enter_context(_rng(surroundings.rng))
+        for device, (enabled, dtype) in surroundings.autocast.items():
+            # With the cache on, a nested autocast would hand out the weights of before the step.
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+        inner(*args, **kwargs)
+
+
+@contextmanager
+def _rng(state: dict[str, Any]) -> Iterator[None]:
+    before = _rng_state(state)
+    try:
+        _set_rng_state(state)
+        yield
+    finally:
+        _set_rng_state(before)
+
+
+@contextmanager
+def buffers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back every buffer of `modules` that changes: running statistics, power iterations, counters, code books."""
+    kept: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not is_lazy(buffer):
+                kept.append((module, name, buffer, buffer._version, buffer.clone()))
+    try:
+        yield
+    finally:
+        for module, name, buffer, version, value in kept:
+            module._buffers[name] = buffer
+            if buffer._version != version:
+                buffer.copy_(value)
+
+
+def nothing_records(model: nn.Module) -> str:
+    """Why a forward of `model` would record nothing, and what to do."""
+    name = type(model).__name__
+    if recorders(model):
+        return f"every memorized layer of {name} is in eval mode and records nothing. Call model.train() first."
+    kinds = sorted({type(module).__name__ for module in model.modules() if "Norm" in type(module).__name__})
+    if "SyncBatchNorm" in kinds:
+        return (
+            f"{name} has no layer that records statistics; its norms are {', '.join(kinds)}. If "
+            "SyncBatchNorm.convert_sync_batchnorm was called after memnorm.convert, it has replaced the memorized "
+            "layers: call memnorm.convert(model) last."
+        )
+    found = f"its norms are {', '.join(kinds)}" if kinds else "it has no norm at all"
+    return f"{name} has no layer that records statistics; {found}. Call memnorm.convert(model) first."

@@ -1,0 +1,100 @@
+"""Strength over training time: a small λ while the weights move fast, a large one when they have settled."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from memnorm.errors import NothingToRecord, OptionError
+from memnorm.layers import MemorizedBatchNorm
+
+
+class StrengthSchedule:
+    """Set the strength of every memorized layer of `model` by milestones; use it like a learning-rate scheduler.
+
+        schedule = StrengthSchedule(model, total_steps)
+        for batch in batches:
+            ...
+            optimizer.step()
+            schedule.step()
+
+    The default is the paper's: 0.1, then 0.5 from 40 % and 0.9 from 60 % of the training on. `step()` may as well be
+    called once per epoch, with `total_steps` in epochs.
+
+    Args:
+        model: holds at least one memorized layer; layers converted later are included from the next change on.
+        total_steps: number of `step()` calls in the whole training.
+        milestones: where the value changes; a float is a fraction of `total_steps`, an int a number of steps.
+        values: one strength more than there are milestones.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        total_steps: int,
+        *,
+        milestones: Sequence[float] = (0.4, 0.6),
+        values: Sequence[float] = (0.1, 0.5, 0.9),
+    ) -> None:
+        if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
+            raise OptionError(f"StrengthSchedule: total_steps must be a positive number of steps; got {total_steps!r}")
+        if len(values) != len(milestones) + 1:
+            raise OptionError(
+                f"StrengthSchedule: {len(milestones)} milestones need {len(milestones) + 1} values, one before each "
+                f"and one after the last; got {len(values)} values"
+            )
+        self._model = model
+        self.total_steps = total_steps
+        self.milestones = [_in_steps(milestone, total_steps) for milestone in milestones]
+        self.values = [float(value) for value in values]
+        if sorted(self.milestones) != self.milestones:
+            raise OptionError(f"StrengthSchedule: milestones must increase; got {list(milestones)}")
+        self.last_step = 0
+        self._apply()
+
+    def get_last_strength(self) -> float:
+        return self.values[bisect_right(self.milestones, self.last_step)]
+
+    def step(self) -> None:
+        """Count one step; touches the layers only where the value changes."""
+        before = self.get_last_strength()
+        self.last_step += 1
+        if self.get_last_strength() != before:
+            self._apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_model"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken, and set the layers accordingly."""
+        missing = self.state_dict().keys() ^ state_dict.keys()
+        if missing:
+            raise OptionError(f"StrengthSchedule: not a state of this schedule; missing or unknown: {sorted(missing)}")
+        self.__dict__.update(state_dict)
+        self._apply()
+
+    def _apply(self) -> None:
+        layers = [module for module in self._model.modules() if isinstance(module, MemorizedBatchNorm)]
+        if not layers:
+            raise NothingToRecord(
+                f"StrengthSchedule: {type(self._model).__name__} has no memorized layer whose strength could be set. "
+                "Call memnorm.convert(model) first."
+            )
+        for layer in layers:
+            layer.set_strength(self.get_last_strength())
+
+
+def _in_steps(milestone: float, total_steps: int) -> int:
+    """The first step at or after the milestone."""
+    if isinstance(milestone, int) and not isinstance(milestone, bool) and milestone >= 0:
+        return milestone
+    if isinstance(milestone, float) and 0 <= milestone <= 1:
+        return math.ceil(milestone * total_steps - 1e-9 * total_steps)
+    raise OptionError(
+        "StrengthSchedule: a milestone is a fraction of training in [0, 1] or a whole number of steps; "
+        f"got {milestone!r}"
+    )

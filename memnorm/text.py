@@ -1,0 +1,13 @@
+"""Plain-text tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def table(rows: Iterable[Sequence[str]]) -> str:
+    """Columns of text, left-aligned, the first row a header."""
+    rows = [tuple(row) for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths).rstrip(), *lines[1:]])
