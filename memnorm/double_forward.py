@@ -70,7 +70,7 @@ class DoubleForward:
         scaler: Any,
         max_pending: int,
     ) -> None:
-        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         _check_arguments(model, optimizers, every, fraction, max_pending)
         self.every, self.fraction, self.max_pending, self.scaler = every, fraction, max_pending, scaler
         self.steps = 0

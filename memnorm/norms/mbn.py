@@ -53,7 +53,7 @@ class MemorizedBatchNormNd(MemorizedBatchNorm2d):
 
 
 class MemorizedBatchNormAct2d(MemorizedBatchNorm2d):
-    """In place of a batch norm that goes on with a `drop` and an `act` layer of its own, such as timm's BatchNormAct2d."""
+    """In place of a batch norm with a `drop` and an `act` layer of its own behind it, such as timm's BatchNormAct2d."""
 
     _source_class: type[_BatchNorm]
     drop: nn.Module
