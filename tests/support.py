@@ -45,10 +45,20 @@ def randomize(module: nn.Module, seed: int) -> None:
             parameter.copy_(1 + 0.3 * randn(*parameter.shape, seed=seed + index))
 
 
-def small_net(norm: Callable[[int], nn.Module] = nn.BatchNorm2d, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def small_net(
+    norm: Callable[[int], nn.Module] = nn.BatchNorm2d, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> nn.Sequential:
     """Two convolutions with norms and a classifier of 5 classes, for images (N, 3, 8, 8)."""
     net = nn.Sequential(
-        nn.Conv2d(3, 6, 3), norm(6), nn.ReLU(), nn.Conv2d(6, 4, 3), norm(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+        nn.Conv2d(3, 6, 3),
+        norm(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, 3),
+        norm(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 5),
     )
     with torch.no_grad():
         for index, parameter in enumerate(net.parameters()):
@@ -69,7 +79,9 @@ def assert_same_state(ours: nn.Module, other: nn.Module, *, atol: float = 0.0) -
     """Equal parameters and buffers, by name."""
     assert list(ours.state_dict()) == list(other.state_dict())
     for name, value in ours.state_dict().items():
-        torch.testing.assert_close(value, other.state_dict()[name], rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            value, other.state_dict()[name], rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def assert_same_output_and_gradients(ours: nn.Module, other: nn.Module, x: Tensor, *, atol: float) -> None:

@@ -1,0 +1,486 @@
+"""The layers against the literal reference over whole trajectories, and what holds at any point of one."""
+
+import pytest
+import torch
+from support import LAYERS, SHAPES, assert_same_output_and_gradients, leaf, randn, twins
+from torch import nn
+
+import memnorm
+from memnorm.errors import DTypeError, InputError, OptionError
+from memnorm.functional import Moments, batch_moments, memorized_batch_norm, merge, pool
+from memnorm.reference import ReferenceBatchNorm, alpha, memorized_moments, values_per_channel
+
+ATOL = 1e-10
+MEMORY_SIZES = [1, 2, 20, None]
+
+
+class Net(nn.Module):
+    """Two norms with something to learn between them, for inputs of any rank: (N, C, …) -> (N, C, …)."""
+
+    def __init__(self, norm, channels):
+        super().__init__()
+        self.first, self.second = norm(channels), norm(channels)
+        self.mix = nn.Parameter(torch.eye(channels, dtype=torch.float64) + 0.3 * randn(channels, channels, seed=7))
+        self.out = nn.Parameter(randn(channels, channels, seed=8))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(torch.einsum("dc,nc...->nd...", self.mix, x)))
+        return torch.einsum("dc,nc...->nd...", self.out, self.second(x))
+
+
+def sizes_of_step(shape, step):
+    """Batch sizes and spatial sizes that vary over the trajectory."""
+    return (2 + (step * 3) % 5, shape[1], *(size + step % 2 for size in shape[2:]))
+
+
+def trajectories(shape, memory_size, double_forward, steps):
+    """Both networks trained side by side; yields them after each step with their outputs and gradients."""
+    options = {"memory_size": memory_size, "decay": 0.9, "strength": 0.1}
+    fast = Net(lambda c: LAYERS[len(shape)][0](c, dtype=torch.float64, **options), shape[1])
+    slow = Net(lambda c: ReferenceBatchNorm(c, **options), shape[1])
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (fast, slow)]
+    if double_forward:
+        memnorm.double_forward(fast, optimizers[0])
+    for step in range(steps):
+        if step == steps // 2:
+            for net, layer_type in ((fast, memnorm.layers.MemorizedBatchNorm), (slow, ReferenceBatchNorm)):
+                for layer in (module for module in net.modules() if isinstance(module, layer_type)):
+                    layer.set_strength(0.7) if net is fast else setattr(layer, "strength", 0.7)
+        x, target = leaf(sizes_of_step(shape, step), seed=step), randn(*sizes_of_step(shape, step), seed=1000 + step)
+        results = []
+        for net, optimizer in zip((fast, slow), optimizers, strict=True):
+            recorders = [layer for layer in net.modules() if isinstance(layer, ReferenceBatchNorm)]
+            for layer in recorders:
+                layer.recording = not double_forward
+            point = x.detach().clone().requires_grad_()
+            y = net(point)
+            optimizer.zero_grad()
+            (y - target).square().mean().backward()
+            gradients = [point.grad, *(parameter.grad.clone() for parameter in net.parameters())]
+            optimizer.step()
+            if double_forward and recorders:
+                for layer in recorders:
+                    layer.recording = True
+                with torch.no_grad():
+                    net(point.detach())
+            results.append((y.detach(), gradients))
+        yield fast, slow, results
+
+
+def assert_memory_is_that_of_the_reference(fast, slow):
+    """Every buffer of the layer against the whole batches that the reference keeps."""
+    k, kept = fast.memory_size, slow.memory
+    alphas = [fast.decay**age for age in range(len(kept))]
+    mean, var = memorized_moments(kept, alphas)
+    weight = torch.tensor(sum(a * len(batch) for a, batch in zip(alphas, kept, strict=True)), dtype=torch.float64)
+    torch.testing.assert_close(
+        (fast.running_mean, fast.running_var, fast.running_weight), (mean, var, weight), rtol=0, atol=ATOL
+    )
+    if k is not None:
+        counts = [float(len(batch)) for batch in kept] + [0.0] * (k - len(kept))
+        assert fast.memory_count.tolist() == counts
+        for row, batch in enumerate(kept):
+            torch.testing.assert_close(fast.memory_mean[row], batch.mean(0), rtol=0, atol=ATOL)
+            torch.testing.assert_close(fast.memory_var[row], batch.var(0, correction=0), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("double_forward", [False, True], ids=["single", "double"])
+@pytest.mark.parametrize("memory_size", MEMORY_SIZES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fifty_steps_equal_the_reference_in_outputs_gradients_and_buffers(shape, memory_size, double_forward):
+    for step, (fast, slow, results) in enumerate(trajectories(shape, memory_size, double_forward, steps=50)):
+        (y_fast, grads_fast), (y_slow, grads_slow) = results
+        torch.testing.assert_close(y_fast, y_slow, rtol=0, atol=ATOL)
+        torch.testing.assert_close(grads_fast, grads_slow, rtol=0, atol=ATOL)
+        for name in ("first", "second"):
+            ours, reference = getattr(fast, name), getattr(slow, name)
+            assert int(ours.num_batches_tracked) == step + 1
+            assert_memory_is_that_of_the_reference(ours, reference)
+        if step % 10 == 0:
+            x = leaf(shape, seed=5000 + step).detach()
+            fast.eval(), slow.eval()
+            torch.testing.assert_close(fast(x), slow(x), rtol=0, atol=ATOL)
+            fast.train(), slow.train()
+    torch.testing.assert_close(list(fast.parameters()), list(slow.parameters()), rtol=0, atol=ATOL)
+
+
+def warm(layer, shape, batches=3):
+    for seed in range(batches):
+        layer(leaf(shape, seed=200 + seed))
+    return layer
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(5, 2), (3, 2, 2), (3, 2, 2, 2), (2, 2, 2, 1, 2)], ids=str)
+def test_first_and_second_derivatives_pass_gradcheck(shape, affine, training):
+    layer = warm(LAYERS[len(shape)][0](shape[1], affine=affine, dtype=torch.float64), shape).train(training)
+    layer.recording = False
+    x = leaf(shape, seed=0)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def run(x, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    inputs = (x, *(parameter.detach().clone().requires_grad_() for parameter in layer.parameters()))
+    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradgradcheck(run, inputs)
+
+
+def test_a_gradient_penalty_trains():
+    layer = warm(memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64), (4, 3, 4, 4))
+    x = leaf((4, 3, 4, 4), seed=0)
+    (gradient,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    assert layer.weight.grad.isfinite().all()
+    assert layer.weight.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_zero_strength_is_plain_batch_norm(shape):
+    ours, torchs = twins(shape, strength=0.0)
+    warm(ours, shape)
+    assert_same_output_and_gradients(ours, torchs, leaf(shape, seed=0), atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_empty_memory_is_plain_batch_norm(shape):
+    ours, torchs = twins(shape, strength=1.0)
+    assert_same_output_and_gradients(ours, torchs, leaf(shape, seed=0), atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_eval_is_torchs_own_operation_bit_for_bit(shape):
+    ours, torchs = twins(shape, dtype=torch.float32)
+    for seed in range(3):
+        ours(leaf(shape, seed=seed, dtype=torch.float32))
+    torchs.running_mean.copy_(ours.running_mean)
+    torchs.running_var.copy_(ours.running_var)
+    x = leaf(shape, seed=9, dtype=torch.float32)
+    torch.testing.assert_close(ours.eval()(x), torchs.eval()(x), rtol=0, atol=0)
+
+
+def test_moments_do_not_depend_on_how_the_data_is_split():
+    data = leaf((60, 3, 2), seed=0).detach()
+    states = []
+    for sizes in ([60], [1] * 60, [7, 13, 1, 29, 10], [30, 30]):
+        layer = memnorm.MemorizedBatchNorm1d(3, memory_size=None, decay=1.0, dtype=torch.float64)
+        for part in data.split(sizes):
+            layer(part)
+        states.append((layer.running_mean, layer.running_var, layer.running_weight))
+    for state in states[1:]:
+        torch.testing.assert_close(state, states[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(states[0][1], data.transpose(0, 1).flatten(1).var(1, correction=0), rtol=0, atol=1e-12)
+
+
+def test_with_strength_equal_to_decay_eval_uses_the_last_training_moments():
+    layer = memnorm.MemorizedBatchNorm2d(3, memory_size=None, decay=0.9, strength=0.9, dtype=torch.float64)
+    for seed in range(30):
+        x = leaf((4, 3, 3, 3), seed=seed)
+        y = layer(x)
+    torch.testing.assert_close(layer.eval()(x), y, rtol=0, atol=1e-12)
+
+
+def test_gamma_equal_to_sigma_and_beta_to_mu_restores_the_input():
+    layer = warm(memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64), (4, 3, 3, 3))
+    x = leaf((4, 3, 3, 3), seed=0)
+    hat = merge(layer._read(36), batch_moments(x.detach()))
+    with torch.no_grad():
+        layer.weight.copy_(torch.sqrt(hat.var + layer.eps))
+        layer.bias.copy_(hat.mean)
+    torch.testing.assert_close(layer(x), x, rtol=0, atol=1e-12)
+
+
+def test_without_the_shift_between_means_it_is_the_papers_eq_4():
+    layer = memnorm.MemorizedBatchNorm1d(3, memory_size=4, dtype=torch.float64)
+    layer._shift_between_means = False
+    batches = [leaf((5, 3), seed=seed).detach() + seed for seed in range(3)]
+    for batch in batches:
+        layer(batch)
+    weights = [0.9**age for age in range(3)]
+    newest_first = batches[::-1]
+    mean_var = sum(w * b.var(0, correction=0) for w, b in zip(weights, newest_first, strict=True)) / sum(weights)
+    torch.testing.assert_close(layer.running_var, mean_var, rtol=0, atol=1e-12)
+    layer.recording = False
+    x = leaf((5, 3), seed=9)
+    var_hat = (x.var(0, correction=0) * 5 + 0.5 * layer.running_weight * mean_var) / (5 + 0.5 * layer.running_weight)
+    mean_hat = (x.mean(0) * 5 + 0.5 * layer.running_weight * layer.running_mean) / (5 + 0.5 * layer.running_weight)
+    expected = (x - mean_hat) / torch.sqrt(var_hat + layer.eps)
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+    probe = randn(5, 3, seed=1)
+    torch.testing.assert_close(
+        torch.autograd.grad(layer(x), x, probe), torch.autograd.grad(expected, x, probe), rtol=0, atol=1e-12
+    )
+
+
+def test_momentum_none_merges_everything_since_the_reset_by_count():
+    layer = memnorm.MemorizedBatchNorm1d(3, momentum=None, memory_size=2, dtype=torch.float64)
+    layer(leaf((5, 3), seed=99))
+    layer.reset_running_stats()
+    batches = [leaf((size, 3), seed=size).detach() for size in (2, 9, 4, 7)]
+    for batch in batches:
+        layer(batch)
+    data = torch.cat(batches)
+    torch.testing.assert_close(layer.running_mean, data.mean(0), rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer.running_var, data.var(0, correction=0), rtol=0, atol=1e-12)
+
+
+def test_without_running_statistics_it_is_plain_batch_norm_in_training_and_eval():
+    ours = memnorm.MemorizedBatchNorm2d(3, track_running_stats=False, dtype=torch.float64)
+    torchs = nn.BatchNorm2d(3, track_running_stats=False, dtype=torch.float64)
+    x = leaf((4, 3, 2, 2), seed=0)
+    for mode in (True, False):
+        assert_same_output_and_gradients(ours.train(mode), torchs.train(mode), x, atol=0)
+    assert [name for name, _ in ours.named_buffers()] == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_batch_that_is_not_finite_is_never_recorded(bad):
+    layer = warm(memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64), (4, 3, 2, 2))
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    x = leaf((4, 3, 2, 2), seed=0).detach()
+    x[1, 2, 0, 1] = bad
+    layer(x)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_one_value_per_channel_trains_once_there_is_a_memory():
+    layer = memnorm.MemorizedBatchNorm1d(3, dtype=torch.float64)
+    layer(leaf((4, 3), seed=0))
+    reference = ReferenceBatchNorm(3)
+    reference(leaf((4, 3), seed=0))
+    x = leaf((1, 3), seed=1)
+    assert_same_output_and_gradients(layer, reference, x, atol=1e-12)
+    assert layer.memory_count[:2].tolist() == [1, 4]
+
+
+def test_one_value_per_channel_with_nothing_to_merge_is_batch_norms_error():
+    layer = memnorm.MemorizedBatchNorm2d(3)
+    with pytest.raises(ValueError, match=r"Expected more than 1 value per channel when training.*prior_from_init"):
+        layer(torch.randn(1, 3, 1, 1))
+
+
+def test_one_value_per_channel_can_start_from_the_initial_statistics():
+    layer = memnorm.MemorizedBatchNorm2d(3, prior_from_init=True, strength=0.5, dtype=torch.float64)
+    x = leaf((1, 3, 1, 1), seed=0)
+    initial = Moments(torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64), 0.5)
+    hat = merge(initial, batch_moments(x.detach()))
+    expected = (x - hat.mean.view(1, 3, 1, 1)) / torch.sqrt(hat.var.view(1, 3, 1, 1) + layer.eps)
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+    assert layer.memory_count[:3].tolist() == [1, 1, 0]
+
+
+def test_one_value_per_channel_trains_on_loaded_statistics_and_not_after_a_reset():
+    layer = memnorm.MemorizedBatchNorm1d(2)
+    plain = nn.BatchNorm1d(2)
+    plain.running_mean.fill_(0.5)
+    layer.load_state_dict(plain.state_dict())
+    assert layer(torch.ones(1, 2)).isfinite().all()
+    layer.reset_running_stats()
+    with pytest.raises(InputError, match="memory is empty"):
+        layer(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "expanded", "transposed"])
+@pytest.mark.parametrize("rank", [3, 4, 5])
+def test_any_memory_layout_gives_the_numbers_and_the_output_layout_of_batch_norm(rank, layout):
+    shape = {3: (4, 6, 5), 4: (4, 6, 5, 3), 5: (4, 6, 5, 3, 2)}[rank]
+    x = leaf(shape, seed=0).detach()
+    if layout == "channels_last":
+        x = {3: lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)}.get(
+            rank, lambda t: t.to(memory_format=torch.channels_last if rank == 4 else torch.channels_last_3d)
+        )(x)
+    elif layout == "sliced":
+        x = leaf((shape[0], 2 * shape[1], *shape[2:]), seed=0).detach()[:, ::2]
+    elif layout == "expanded":
+        x = leaf((shape[0], shape[1], *shape[2:-1], 1), seed=0).detach().expand(shape)
+    elif layout == "transposed":
+        x = leaf((*shape[:-2], shape[-1], shape[-2]), seed=0).detach().transpose(-1, -2)
+    ours, torchs = twins(shape, strength=0.0)
+    assert_same_output_and_gradients(ours, torchs, x, atol=1e-12)
+    assert ours(x).stride() == torchs(x).stride()
+    assert ours.eval()(x).stride() == torchs.eval()(x).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("parameters", ["same", "float32"])
+def test_narrow_inputs_keep_wide_statistics_and_narrow_outputs(dtype, parameters):
+    layer = memnorm.MemorizedBatchNorm2d(3, dtype=dtype if parameters == "same" else torch.float32)
+    wide = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64)
+    for seed in range(4):
+        x = leaf((8, 3, 4, 4), seed=seed, dtype=dtype)
+        y = layer(x)
+        expected = wide(x.detach().double())
+        assert y.dtype == dtype
+        torch.testing.assert_close(
+            y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+        )
+    y.square().sum().backward()
+    assert x.grad.dtype == dtype
+    assert layer.weight.grad.dtype == layer.weight.dtype
+    for name, buffer in layer.named_buffers():
+        if buffer.is_floating_point():
+            assert buffer.dtype in (torch.float32, torch.float64), name
+    torch.testing.assert_close(layer.running_var.double(), wide.running_var, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        layer.eval()(x).double(),
+        wide.eval()(x.double()),
+        rtol=2 * torch.finfo(dtype).eps,
+        atol=4 * torch.finfo(dtype).eps,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_narrow_inputs_is_the_wide_one_rounded(dtype):
+    layer, wide = (memnorm.MemorizedBatchNorm2d(3, dtype=d) for d in (dtype, torch.float64))
+    for seed in range(3):
+        layer(leaf((8, 3, 4, 4), seed=seed, dtype=dtype)), wide(leaf((8, 3, 4, 4), seed=seed, dtype=dtype).double())
+    x, probe = leaf((8, 3, 4, 4), seed=7, dtype=dtype), randn(8, 3, 4, 4, seed=8).to(dtype)
+    (ours,) = torch.autograd.grad(layer(x), x, probe)
+    (expected,) = torch.autograd.grad(wide(x.double()), x, probe.double())
+    torch.testing.assert_close(ours.double(), expected.double(), rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_variance_is_accurate_far_from_zero(channels_last):
+    x = 1e4 + randn(16, 4, 32, 32, seed=0)
+    layer = memnorm.MemorizedBatchNorm2d(4)
+    narrow = x.float().contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    layer(narrow)
+    exact = narrow.double().transpose(0, 1).flatten(1).var(1, correction=0)
+    torch.testing.assert_close(layer.memory_var[0].double(), exact, rtol=1e-5, atol=0)
+
+
+def test_the_functional_form_takes_live_buffers():
+    layer = warm(memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64), (4, 3, 2, 2))
+    x = leaf((4, 3, 2, 2), seed=0)
+    y = memorized_batch_norm(
+        x,
+        layer.weight,
+        layer.bias,
+        layer.running_mean,
+        layer.running_var,
+        layer.strength * layer.running_weight,
+        layer.eps,
+    )
+    torch.testing.assert_close(layer(x), y, rtol=0, atol=0)  # overwrites the buffers
+    (gradient,) = torch.autograd.grad(y.pow(2).sum(), x)
+    assert gradient.isfinite().all()
+
+
+def test_pool_and_merge_agree():
+    means, variances = randn(4, 3, seed=0), randn(4, 3, seed=1).square()
+    weights = torch.tensor([3.0, 0.0, 5.5, 1.25], dtype=torch.float64)
+    merged = Moments(means[0], variances[0], weights[0])
+    for row in range(1, 4):
+        merged = merge(merged, Moments(means[row], variances[row], weights[row]))
+    torch.testing.assert_close(tuple(pool(means, variances, weights)), tuple(merged), rtol=0, atol=1e-12)
+
+
+def test_the_memory_after_no_one_k_and_more_batches():
+    layer = memnorm.MemorizedBatchNorm1d(1, memory_size=3, decay=0.5, dtype=torch.float64)
+    filled = []
+    for step in range(5):
+        filled.append((layer.memory_mean[:, 0].tolist(), float(layer.running_weight)))
+        layer(torch.tensor([[step - 1.0], [step + 1.0]], dtype=torch.float64))
+    assert filled == [([0, 0, 0], 0), ([0, 0, 0], 2), ([1, 0, 0], 3), ([2, 1, 0], 3.5), ([3, 2, 1], 3.5)]
+
+
+def test_repr_shows_the_memory():
+    layer = memnorm.MemorizedBatchNorm2d(8, memory_size=None, decay=0.95, strength=0.25, bias=False)
+    assert repr(layer) == (
+        "MemorizedBatchNorm2d(8, memory_size=None, decay=0.95, strength=0.25, eps=1e-05, momentum=0.1, affine=True, "
+        "bias=False, track_running_stats=True)"
+    )
+    layer.set_strength(0.5)
+    assert "strength=0.5" in repr(layer)
+
+
+@pytest.mark.parametrize(
+    ("layer", "x", "error", "text"),
+    [
+        (memnorm.MemorizedBatchNorm2d(3), torch.randn(2, 3, 4), InputError, "expected 4-D input.*got 3-D"),
+        (memnorm.MemorizedBatchNorm1d(3), torch.randn(2, 3, 4, 5), InputError, "expected 2-D or 3-D input"),
+        (memnorm.MemorizedBatchNorm3d(3), torch.randn(2, 3, 4, 5), InputError, "expected 5-D input"),
+        (memnorm.MemorizedBatchNorm2d(3), torch.randn(2, 4, 5, 5), InputError, "3 channels, the input has 4"),
+        (memnorm.MemorizedBatchNorm2d(3), torch.randn(0, 3, 5, 5), InputError, "batch is empty"),
+        (memnorm.MemorizedBatchNorm2d(3), torch.randn(2, 3, 0, 5), InputError, "batch is empty"),
+        (
+            memnorm.MemorizedBatchNorm2d(3),
+            torch.ones(2, 3, 5, 5, dtype=torch.int64),
+            DTypeError,
+            "floating-point.*int64",
+        ),
+    ],
+    ids=["rank", "rank 1d", "rank 3d", "channels", "empty", "no pixels", "integers"],
+)
+def test_bad_input_is_refused_in_our_words(layer, x, error, text):
+    with pytest.raises(error, match=text):
+        layer(x)
+    assert int(layer.num_batches_tracked) == 0
+
+
+def test_an_empty_batch_can_be_evaluated():
+    assert memnorm.MemorizedBatchNorm2d(3).eval()(torch.randn(0, 3, 5, 5)).shape == (0, 3, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory_size": 0}, "memory_size must be a positive number of batches, or None.*got 0"),
+        ({"memory_size": -1}, "memory_size"),
+        ({"memory_size": 2.5}, "memory_size"),
+        ({"memory_size": True}, "memory_size"),
+        ({"decay": 0.0}, r"decay must lie in \(0, 1\]"),
+        ({"decay": 1.1}, "decay"),
+        ({"decay": float("nan")}, "decay"),
+        ({"decay": "0.9"}, "decay"),
+        ({"strength": -0.1}, r"strength must lie in \[0, 1\]"),
+        ({"strength": 1.5}, "strength"),
+        ({"strength": None}, "strength"),
+        ({"prior_weight": -1.0}, "prior_weight"),
+        ({"prior_weight": float("inf")}, "prior_weight"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_in_our_words(options, text):
+    with pytest.raises(OptionError, match=text):
+        memnorm.MemorizedBatchNorm2d(3, **options)
+
+
+def test_set_strength_refuses_what_the_constructor_refuses():
+    layer = memnorm.MemorizedBatchNorm2d(3)
+    with pytest.raises(OptionError, match="strength"):
+        layer.set_strength(2.0)
+    assert float(layer.strength) == 0.5
+
+
+def test_recording_off_leaves_every_buffer_alone():
+    layer = warm(memnorm.MemorizedBatchNorm2d(3), (4, 3, 2, 2), batches=0)
+    layer.recording = False
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer(torch.randn(4, 3, 2, 2))
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_recording_does_not_depend_on_grad_mode():
+    with_grad, without = (memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64) for _ in range(2))
+    for seed in range(3):
+        x = leaf((4, 3, 2, 2), seed=seed)
+        with_grad(x)
+        with torch.no_grad():
+            without(x)
+    for name, value in with_grad.state_dict().items():
+        assert torch.equal(value, without.state_dict()[name]), name
+
+
+def test_the_reference_sees_whole_batches():
+    x = leaf((4, 3, 2, 2), seed=0)
+    torch.testing.assert_close(
+        memorized_moments([values_per_channel(x)], [alpha(0.5, 0.9, 0)]),
+        tuple(batch_moments(x)[:2]),
+        rtol=0,
+        atol=1e-12,
+    )
