@@ -15,12 +15,17 @@ from torch.nn.utils import parametrize
 
 from memnorm import norms
 from memnorm.double_forward import detach
-from memnorm.errors import MemnormWarning, NothingToConvert, WrappedModelError
+from memnorm.errors import MemnormWarning, NothingToConvert, OptionError, WrappedModelError
 from memnorm.layers import MemorizedBatchNorm
 from memnorm.norms.mbn import has_activation, plain
 from memnorm.text import table
 
-STOCK_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+STOCK_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, _BatchNorm)
+HARMLESS = {"__init__", "__repr__", "__annotate__", "__dict__", "__weakref__"} | {
+    "extra_repr",
+    "reset_parameters",
+    "_check_input_dim",
+}
 
 
 def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **options: Any) -> nn.Module:
@@ -42,6 +47,8 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
         options: for "mbn": `memory_size`, `decay`, `strength`, `prior_weight`, `prior_from_init`.
     """
     _refuse_wrapped(model, "convert")
+    if not (isinstance(norm, str) or callable(norm)):
+        raise OptionError(f"convert: norm must be a name or a function (num_features, **options); got {norm!r}")
     build = norms.get(norm).replace if isinstance(norm, str) else _from_factory(norm)
     wanted = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) or _is_look_alike(layer)
@@ -75,20 +82,16 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
 
 def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:
     """Put `new[module]` wherever `module` is registered, shared places included."""
-    for parent in list(model.modules()):
+    for parent in [*model.modules(), *new.values()]:
         for name, child in parent._modules.items():
             if child in new:
                 parent._modules[name] = new[child]
-    for replacement in new.values():  # children of replaced layers, which are reached through the replacement only
-        for name, child in replacement._modules.items():
-            if child in new:
-                replacement._modules[name] = new[child]
     return new.get(model, model)
 
 
 def why_not(layer: nn.Module) -> str | None:
     """The reason to leave a norm alone, or None if it can be replaced without losing anything it does."""
-    if isinstance(layer, MemorizedBatchNorm) or has_activation(layer):
+    if isinstance(layer, MemorizedBatchNorm) or (has_activation(layer) and "forward" not in layer.__dict__):
         return None
     if isinstance(layer, torch.jit.ScriptModule):
         return "scripted; convert before torch.jit.script"
@@ -98,9 +101,16 @@ def why_not(layer: nn.Module) -> str | None:
         return "lazy; send one batch through the model, then convert"
     if parametrize.is_parametrized(layer):
         return "parametrized"
-    if "forward" in layer.__dict__ or type(layer).forward not in STOCK_FORWARDS:
-        return "has a forward of its own"
-    return None
+    own = sorted(_additions(layer))
+    return f"has its own {', '.join(own)}" if own else None
+
+
+def _additions(layer: _BatchNorm) -> set[str]:
+    """What a subclass or an instance adds to torch's batch norm: another forward, or a train() that stays in eval."""
+    mro = type(layer).__mro__
+    added = mro[: min(mro.index(stock) for stock in STOCK_CLASSES if stock in mro)]
+    members = {name for cls in added for name, member in vars(cls).items() if hasattr(member, "__get__")}
+    return (members - HARMLESS) | ({"forward"} & layer.__dict__.keys())
 
 
 def _is_look_alike(layer: nn.Module) -> bool:
@@ -115,7 +125,7 @@ def _is_look_alike(layer: nn.Module) -> bool:
 
 
 def _from_factory(factory: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    def build(layer: _BatchNorm, **options: Any) -> nn.Module:
+    def build(layer: Any, **options: Any) -> nn.Module:
         new = factory(layer.num_features, **options)
         reference = layer.weight if layer.weight is not None else layer.running_mean
         if reference is not None:
@@ -129,7 +139,8 @@ def _from_factory(factory: Callable[..., nn.Module]) -> Callable[..., nn.Module]
                 own = new._buffers.get(name)
                 if own is not None and own.shape == buffer.shape:
                     own.copy_(buffer)
-        return new.train(layer.training)
+        new.train(layer.training)
+        return nn.Sequential(new, layer.drop, layer.act) if has_activation(layer) else new
 
     return build
 
@@ -209,11 +220,11 @@ def _note(layer: nn.Module) -> str:
             return "no memory: track_running_stats=False"
         if layer.running_mean.is_meta:
             return "on meta"
-        size = "all" if layer.memory_size is None else layer.memory_size
-        remembered = (
-            int(layer.num_batches_tracked) if layer.memory_size is None else int((layer.memory_count > 0).sum())
-        )
-        return f"remembers {remembered} of {size} batches, decay {layer.decay}, strength {float(layer.strength):g}"
+        if layer.memory_size is None:
+            memory = "remembers all batches" if layer.running_weight > 0 else "remembers no batch yet, then all"
+        else:
+            memory = f"remembers {int((layer.memory_count > 0).sum())} of {layer.memory_size} batches"
+        return f"{memory}, decay {layer.decay}, strength {float(layer.strength):g}"
     if isinstance(layer, _BatchNorm) or _is_look_alike(layer):
         reason = why_not(layer)
         return "plain, can be converted" if reason is None else f"left alone: {reason}"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memnorm.errors import NothingToRecord
-from memnorm.estimate import Forward, Layers, _call, _norms_in, _tracking_layers, _watched, population_moments, rms
+from memnorm.estimate import Forward, Layers, _call, _norms_in, _tracking_layers, _watched, population, rms
 from memnorm.functional import Moments, merge
 from memnorm.layers import MemorizedBatchNorm
 from memnorm.text import table
@@ -83,11 +83,13 @@ def diagnose(
     layers = _tracking_layers(model, "diagnose")
     with torch.no_grad():
         per_batch, outputs_train = _training_pass(model, layers, batches, call)
-        in_eval, _ = population_moments(model, layers, batches, call, training=False)
+        in_eval = population(model, layers, batches, call, training=False).moments
         with _norms_in(model, layers, training=False):
             outputs_eval = [_tensors(call(model, batch)) for batch in batches]
         found = tuple(
-            _layer_diagnosis(name, layers[name], per_batch[name], in_eval[name]) for name in layers if name in per_batch
+            _layer_diagnosis(name, layers[name], per_batch[name], in_eval[name])
+            for name in layers
+            if name in per_batch and name in in_eval
         )
         gap, changed = _disagreement(outputs_train, outputs_eval)
     result = Diagnosis(found, len(batches), gap, changed, _verdict(found, gap, changed))

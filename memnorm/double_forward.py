@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -133,13 +134,13 @@ class DoubleForward:
         if inside_backward() or not (torch.is_grad_enabled() or inside_function()):
             return None
         self._forwards += 1
-        layers = [layer for layer in recorders(module).values() if layer.training]
+        layers = [layer for layer in recorders(module).values() if layer.training and layer.recording]
         if not layers or (self.steps + 1) % self.every:
             return None
         self._drop_skipped_batches()
         self._check_bound(module)
         self._running = Batch(args, kwargs, Surroundings.now(module))
-        self._muted = [layer for layer in layers if layer.recording]
+        self._muted = layers
         for layer in self._muted:
             layer.recording = False
         return None
@@ -152,6 +153,7 @@ class DoubleForward:
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(lambda _grad: self._on_backward(batch))
+                batch.observed = True
 
     def _forget_running(self, *_forward: Any) -> None:
         """The forward is over, also if it raised: its layers record again when called by someone else."""
@@ -164,16 +166,16 @@ class DoubleForward:
         self._muted = []
 
     def _on_backward(self, batch: Batch) -> None:
-        """Backward reaches the output of `batch`. If every gradient is cleared by now, those of earlier batches will be
-        in no step.
-        """
-        if (
-            not batch.backward_ran
-            and any(other.backward_ran for other in self._pending)
-            and self._gradients_are_cleared()
-        ):
-            self._pending = [other for other in self._pending if not other.backward_ran]
-        batch.backward_ran = True
+        """Backward reaches the output of `batch`. If all gradients are cleared now, earlier ones are lost."""
+        if not batch.reached:
+            if any(other.accumulated for other in self._pending) and self._gradients_are_cleared():
+                self._pending = [other for other in self._pending if not other.accumulated]
+            batch.reached = True
+            Variable._execution_engine.queue_callback(lambda: self._after_backward(batch))
+
+    def _after_backward(self, batch: Batch) -> None:
+        """Gradients that are there now hold the batch's; `autograd.grad`, as for a gradient penalty, leaves none."""
+        batch.accumulated = not self._gradients_are_cleared()
 
     def _gradients_are_cleared(self) -> bool:
         groups = [group for one in self._optimizers for group in one.param_groups]
@@ -218,11 +220,14 @@ class DoubleForward:
         self._stepped.add(id(optimizer))
         if again or self._stepped >= {id(one) for one in self._optimizers}:
             self._stepped = {id(optimizer)} if again else set()
-            self._replay_pending()
             self.steps += 1
+            self._replay_pending()
 
     def _replay_pending(self) -> None:
+        """Replay what went into the step. A backward that was seen shows which batches did; else it must be all."""
         pending, self._pending = self._pending, []
+        if any(batch.reached for batch in pending):
+            pending = [batch for batch in pending if batch.reached or not batch.observed]
         model = self._model()
         if model is not None:
             generator = torch.Generator().manual_seed(self.steps)
@@ -242,7 +247,9 @@ class DoubleForward:
     def _check_sight(self) -> None:
         """Complain about steps of which no forward was seen: nothing would be recorded."""
         model = self._model()
-        if self._forwards == 0 and model is not None:
+        if model is not None and not recorders(model):
+            raise NothingToRecord(f"double_forward: {nothing_records(model)}")
+        if model is not None and self._forwards == 0:
             raise NothingToRecord(_blind(model, self._recorded_at_start))
         self._blind_steps = self._blind_steps + 1 if self._forwards == self._forwards_at_last_step else 0
         self._forwards_at_last_step = self._forwards
@@ -262,7 +269,9 @@ class Batch:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], surroundings: Surroundings) -> None:
         self.args, self.kwargs = tree_map(_copy, (args, kwargs))
         self.surroundings = surroundings
-        self.backward_ran = False
+        self.observed = False  # whether a backward through the output would be noticed
+        self.reached = False  # whether one was
+        self.accumulated = False  # whether it left gradients in the parameters
 
     def part(self, fraction: float, generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs, or a random part of them along the batch dimension."""

@@ -9,10 +9,11 @@ batches.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,21 +79,28 @@ def recalibrate(
             'recalibrate: passes="exact" goes through the batches repeatedly, and an iterator is used up at once; '
             "pass a list"
         )
+    if max_passes is not None and max_passes < 1:
+        raise OptionError(f"recalibrate: max_passes must be positive; got {max_passes!r}")
     layers = _tracking_layers(model, "recalibrate")
     call = forward or _call
     with _undone_on_error(layers.values()), torch.no_grad():
         if passes == 1:
-            return _one_pass(model, layers, batches, call, training=True)
-        return _until_settled(model, layers, batches, call, max_passes or len(layers) + 1)
+            return _one_pass(model, layers, batches, call, training=True)[0]
+        return _until_settled(model, layers, batches, call, max_passes)
 
 
 def _until_settled(
-    model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, limit: int
+    model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, max_passes: int | None
 ) -> Recalibration:
-    for number in range(1, limit + 1):
-        result = replace(_one_pass(model, layers, batches, call, training=False), passes=number)
-        if result.largest_change <= 1e-6:
-            return result
+    limit = max_passes or len(layers) + 1
+    result, repeated = _one_pass(model, layers, batches, call, training=False)
+    if repeated and max_passes is None:
+        limit = max(100, limit)  # a layer that sees its own output settles in the limit only
+    while result.largest_change > 1e-6 and result.passes < limit:
+        following, _ = _one_pass(model, layers, batches, call, training=False)
+        result = replace(following, passes=result.passes + 1)
+    if result.largest_change <= 1e-6:
+        return result
     warnings.warn(
         f"recalibrate: statistics still changed by {result.largest_change:.2g} standard deviations in pass {limit}. "
         "Random augmentation, or shuffling that drops other images each time, makes passes differ: turn it off for an "
@@ -105,34 +113,51 @@ def _until_settled(
 
 def _one_pass(
     model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, *, training: bool
-) -> Recalibration:
-    seen, count = population_moments(model, layers, batches, call, training=training)
-    change = max(_change(layers[name], moments) for name, moments in seen.items())
-    for name, moments in seen.items():
-        _write(layers[name], moments, count)
-    return Recalibration(len(seen), count, 1, change, tuple(name for name in layers if name not in seen))
+) -> tuple[Recalibration, bool]:
+    """Write the statistics of one pass; and tell whether a layer was called more than once per batch."""
+    seen = population(model, layers, batches, call, training=training)
+    change = max(_change(layers[name], moments) for name, moments in seen.moments.items())
+    for name, moments in seen.moments.items():
+        _write(layers[name], moments, seen.batches)
+    unreached = tuple(name for name in layers if name not in seen.moments)
+    return Recalibration(len(seen.moments), seen.batches, 1, change, unreached), seen.calls > seen.batches
 
 
-def population_moments(
+class Population(NamedTuple):
+    """Moments of the inputs of each layer over some batches, and the calls of the layer that was called most."""
+
+    moments: dict[str, Moments]
+    batches: int
+    calls: int
+
+
+def population(
     model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, *, training: bool
-) -> tuple[dict[str, Moments], int]:
-    """Moments of the inputs of each layer over all batches, and the number of batches. The model is left as it was."""
-    seen: dict[str, Moments] = {}
+) -> Population:
+    """Run the batches with the norms in training or eval mode, and leave the model as it was."""
+    moments: dict[str, Moments] = {}
+    calls, left_out = Counter[str](), Counter[str]()
 
-    def collect(name: str, moments: Moments) -> None:
-        seen[name] = merge(seen[name], moments) if name in seen else moments
+    def collect(name: str, seen: Moments) -> None:
+        calls[name] += 1
+        if not (seen.mean.isfinite().all() and seen.var.isfinite().all()):
+            left_out[name] += 1
+        else:
+            moments[name] = merge(moments[name], seen) if name in moments else seen
 
     count = 0
     with _norms_in(model, layers, training=training), _watched(layers, collect):
         for batch in batches:
             call(model, batch)
             count += 1
-    if not seen:
+    for name, times in left_out.most_common(1):
+        warnings.warn(f"{times} batches are not finite in {name!r} and were left out", MemnormWarning, stacklevel=3)
+    if not moments:
         problem = "no batch norm was reached" if count else "there is no batch"
         raise NothingToRecord(
             f"{problem}: pass an iterable of batches for the model (and forward=, if it is not called as model(batch))"
         )
-    return seen, count
+    return Population(moments, count, max(calls.values()))
 
 
 @contextmanager
@@ -161,14 +186,13 @@ def _norms_in(model: nn.Module, layers: Layers, *, training: bool) -> Iterator[N
     """The model in eval mode, its norms in training mode if asked, recording nothing; then everything as before."""
     modes = [(module, module.training) for module in model.modules()]
     muted = [module for module in model.modules() if isinstance(module, Recording) and module.recording]
-    plain = [layer for layer in layers.values() if not isinstance(layer, Recording)]
     try:
         model.eval()
         for layer in layers.values():
             layer.training = training
         for recorder in muted:
             recorder.recording = False
-        with buffers_restored(plain):
+        with buffers_restored(module for module in model.modules() if not isinstance(module, Recording)):
             yield
     finally:
         for module, mode in modes:
@@ -200,12 +224,11 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _change(layer: Any, new: Moments) -> float:
-    """How far the running statistics are from `new`: of the mean in standard deviations, of the variance as a relative
-    change.
-    """
+    """How far writing `new` moves the running statistics: the mean in standard deviations, the variance relatively."""
+    mean, var = new.mean.to(layer.running_mean.dtype), new.var.to(layer.running_var.dtype)
     scale = new.var + layer.eps
-    shift = (layer.running_mean.to(new.mean) - new.mean).abs() / scale.sqrt()
-    growth = (layer.running_var.to(new.var) - new.var).abs() / scale
+    shift = (layer.running_mean - mean).abs() / scale.sqrt()
+    growth = (layer.running_var - var).abs() / scale
     return float(torch.maximum(shift, growth).max())
 
 
@@ -232,13 +255,18 @@ class Statistics:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._kept = [
-            (buffer, buffer.clone()) for layer in layers for buffer in layer._buffers.values() if buffer is not None
+            (layer, buffer, buffer.clone())
+            for layer in layers
+            for buffer in layer._buffers.values()
+            if buffer is not None
         ]
 
     @torch.no_grad()
     def restore(self) -> None:
-        for buffer, value in self._kept:
+        for layer, buffer, value in self._kept:
             buffer.copy_(value)
+            if isinstance(layer, MemorizedBatchNorm):
+                layer._seasoned = False
 
 
 class Adaptation:

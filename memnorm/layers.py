@@ -89,6 +89,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
     memory_var: Tensor
     memory_count: Tensor
     strength: Tensor
+    _plain_dtype: torch.dtype  # of a plain batch norm's statistics in place of this layer
     _seasoned: bool = False  # whether there is known to be something to merge a batch with
     _shift_between_means: bool = True  # False is the paper's Eq. 4, for its ablation
 
@@ -132,6 +133,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             for name in ("running_weight", *SLOTS, "strength"):
                 self.register_buffer(name, None)
             return
+        self._plain_dtype = self.running_mean.dtype
         device, dtype = self.running_mean.device, statistics_dtype(self.running_mean.dtype)
         self.running_mean, self.running_var = self.running_mean.to(dtype), self.running_var.to(dtype)
         slots = memory_size or 0
@@ -198,7 +200,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
     def _stands_in(self) -> Tensor:
         trained: Tensor = (self.running_mean != 0).any() | (self.running_var != 1).any()
-        return trained | self.prior_from_init
+        return trained | (self.prior_from_init and self.momentum is not None)
 
     def _recall(self, x: Tensor) -> Moments | None:
         return self._kept_readings.recall(batch_moments(x.detach()))
@@ -267,7 +269,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
     def set_strength(self, value: float) -> None:
         """Set the weight of the memory, in [0, 1]. In place: nothing recompiles and the device is not synchronised."""
-        _check_strength(value)
+        check_strength(value)
         if self.strength is not None:
             self.strength.fill_(value)
 
@@ -285,7 +287,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
     def _check_input(self, x: Tensor) -> None:
         self._check_input_dim(x)
-        if x.shape[1] != self.num_features:
+        if not torch.jit.is_tracing() and x.shape[1] != self.num_features:
             raise InputError(
                 f"{self._name}: the layer has {self.num_features} channels, the input has {x.shape[1]} (shape "
                 f"{tuple(x.shape)}; channels are dimension 1)"
@@ -354,14 +356,15 @@ def _check_options(memory_size: int | None, decay: float, strength: float, prior
         )
     if not _is_number(decay) or not 0 < decay <= 1:
         raise OptionError(f"decay must lie in (0, 1]; got {decay!r}")
-    _check_strength(strength)
+    check_strength(strength)
     if not _is_number(prior_weight) or not 0 <= prior_weight < math.inf:
         raise OptionError(f"prior_weight must be zero or a positive number of batches; got {prior_weight!r}")
 
 
-def _check_strength(strength: float) -> None:
+def check_strength(strength: float) -> float:
     if not _is_number(strength) or not 0 <= strength <= 1:
         raise OptionError(f"strength must lie in [0, 1]; got {strength!r}")
+    return float(strength)
 
 
 def _is_number(value: object) -> bool:

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch.utils import checkpoint
 
 from memnorm.errors import MemnormError
 from memnorm.functional import Moments
 
-KEPT_WITHOUT_GRAPH = 64
+BOUND = 64
 
 
 def inside_backward() -> bool:
@@ -50,28 +50,29 @@ class Readings:
 
     `checkpoint(use_reentrant=False)` shows itself by the saved-tensor hooks it installs; the readings live as long as
     the graph that refers to them. `use_reentrant=True` runs the segment inside a custom `autograd.Function`; nothing
-    ties a reading to its graph, so a bounded number is kept.
+    ties a reading to its graph, so a bounded number is kept. So it is for hooks of others, which may hide a checkpoint.
     """
 
     def __init__(self) -> None:
-        self._by_hook: WeakKeyDictionary[Callable[..., Any], list[Reading]] = WeakKeyDictionary()
-        self._without_graph: deque[Reading] = deque(maxlen=KEPT_WITHOUT_GRAPH)
-        self._dropped = False
+        self._by_hook: WeakKeyDictionary[Callable[..., Any], deque[Reading]] = WeakKeyDictionary()
+        self._without_graph: deque[Reading] = deque()
+        self._last_dropped = -1
         self._replay: tuple[int, int] = (-1, -1)
         self._replayed = 0
 
     def keep(self, batch: Moments, memory: Moments) -> None:
         """Keep a reading if the running forward may be recomputed, else do nothing."""
-        shelf = self._shelf()
-        if shelf is not None:
-            self._dropped |= shelf is self._without_graph and len(shelf) == KEPT_WITHOUT_GRAPH
-            shelf.append(Reading(torch._C._autograd._get_sequence_nr(), batch, memory))
-
-    def _shelf(self) -> list[Reading] | deque[Reading] | None:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None:
-            return self._by_hook.setdefault(hooks[1], [])
-        return self._without_graph if inside_function() else None
+            shelf = self._by_hook.setdefault(hooks[1], deque())
+            bounded = getattr(hooks[1], "__module__", None) != checkpoint.__name__
+        elif inside_function():
+            shelf, bounded = self._without_graph, True
+        else:
+            return
+        shelf.append(Reading(torch._C._autograd._get_sequence_nr(), batch, memory))
+        if bounded and len(shelf) > BOUND:
+            self._last_dropped = shelf.popleft().sequence
 
     def recall(self, batch: Moments) -> Moments | None:
         """The memory that the forward now recomputed read the first time; None if no forward kept one."""
@@ -80,34 +81,36 @@ class Readings:
             return None
         if len(candidates) == 1:
             return candidates[0].memory
-        distance_J = torch.stack([_distance(reading.batch, batch) for reading in candidates])
+        means_JC = torch.stack([reading.batch.mean for reading in candidates])
+        vars_JC = torch.stack([reading.batch.var for reading in candidates])
+        distance_J = (means_JC - batch.mean).abs().sum(1) + (vars_JC - batch.var).abs().sum(1)
         nearest = distance_J.argmin()  # the first of equals, hence the preferred one
-        mean, var, weight = (
-            torch.stack(parts)[nearest] for parts in zip(*(reading.memory for reading in candidates), strict=True)
-        )
-        return Moments(mean, var, weight)
+        parts = zip(*(reading.memory for reading in candidates), strict=True)
+        return Moments(*(torch.stack(part)[nearest] for part in parts))
 
     def _candidates(self) -> list[Reading]:
-        """Every kept reading, the one expected by order first."""
+        """The readings that may be meant, the one expected by the order of autograd's nodes first."""
         node = torch._C._current_autograd_node()
         sequence = -1 if node is None else node._sequence_nr()
+        self._count_replay(sequence)
+        # A reentrant checkpoint's node is older than what it ran; another checkpoint is set off by a node of its own.
+        reentrant = [reading for reading in self._without_graph if reading.sequence > sequence]
+        segments = [shelf for shelf in self._by_hook.values() if shelf[0].sequence <= sequence]
+        segment = max(segments, key=lambda shelf: shelf[0].sequence, default=())
+        if not segment and self._last_dropped > sequence:
+            raise MemnormError(
+                f"a checkpointed layer ran more than {BOUND} times before its backward, and the first of these runs "
+                "can no longer be reproduced; use torch.utils.checkpoint with use_reentrant=False, which has no limit"
+            )
+        expected = segment or reentrant
+        others = [*(reentrant or self._without_graph), *(one for shelf in self._by_hook.values() for one in shelf)]
+        if not expected:
+            return others
+        first = expected[min(self._replayed, len(expected) - 1)]
+        return [first, *(reading for reading in others if reading is not first)]
+
+    def _count_replay(self, sequence: int) -> None:
+        """How many forwards the node that is now running backward has recomputed before this one."""
         replay = (torch._C._current_graph_task_id(), sequence)
         self._replayed = self._replayed + 1 if replay == self._replay else 0
         self._replay = replay
-        reentrant = [reading for reading in self._without_graph if reading.sequence > sequence]
-        shelves = [shelf for shelf in self._by_hook.values() if shelf[0].sequence <= sequence]
-        segment = max(shelves, key=lambda shelf: shelf[0].sequence, default=[])
-        if not reentrant and not segment and self._dropped:
-            raise MemnormError(
-                f"a checkpointed layer ran more than {KEPT_WITHOUT_GRAPH} times before its backward, and the first of "
-                "these runs can no longer be reproduced; use torch.utils.checkpoint with use_reentrant=False, which "
-                "has no such limit"
-            )
-        expected = segment or reentrant
-        first = expected[min(self._replayed, len(expected) - 1)] if expected else None
-        everything = [*self._without_graph, *(reading for shelf in self._by_hook.values() for reading in shelf)]
-        return everything if first is None else [first, *(reading for reading in everything if reading is not first)]
-
-
-def _distance(a: Moments, b: Moments) -> Tensor:
-    return (a.mean - b.mean).abs().sum() + (a.var - b.var).abs().sum()

@@ -126,18 +126,18 @@ def _rng(state: dict[str, Any]) -> Iterator[None]:
 @contextmanager
 def buffers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put back every buffer of `modules` that changes: running statistics, power iterations, counters, code books."""
-    kept: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+    kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and not is_lazy(buffer):
-                kept.append((module, name, buffer, buffer._version, buffer.clone()))
+                kept.append((module, name, buffer, buffer.clone()))
     try:
         yield
     finally:
-        for module, name, buffer, version, value in kept:
+        for module, name, buffer, value in kept:
             module._buffers[name] = buffer
-            if buffer._version != version:
-                buffer.copy_(value)
+            # Through .data, whose writes autograd does not count: for a graph that saved the buffer, nothing changed.
+            buffer.data.copy_(value)
 
 
 def nothing_records(model: nn.Module) -> str:

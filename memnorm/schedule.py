@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from memnorm.errors import NothingToRecord, OptionError
-from memnorm.layers import MemorizedBatchNorm
+from memnorm.layers import MemorizedBatchNorm, check_strength
 
 
 class StrengthSchedule:
@@ -50,7 +50,7 @@ class StrengthSchedule:
         self._model = model
         self.total_steps = total_steps
         self.milestones = [_in_steps(milestone, total_steps) for milestone in milestones]
-        self.values = [float(value) for value in values]
+        self.values = [check_strength(value) for value in values]
         if sorted(self.milestones) != self.milestones:
             raise OptionError(f"StrengthSchedule: milestones must increase; got {list(milestones)}")
         self.last_step = 0

@@ -44,6 +44,7 @@ def apply_keeping_width(layer: MemorizedBatchNorm, fn: Callable[[Tensor], Tensor
     except BaseException:
         buffers["strength"] = strength
         raise
+    layer._plain_dtype = buffers["running_mean"].dtype
     for name, old in before.items():
         new = buffers[name]
         if new.dtype != statistics_dtype(new.dtype):
@@ -55,8 +56,9 @@ def _moved_strength(
     layer: MemorizedBatchNorm, strength: Tensor, narrow: Tensor, fn: Callable[[Tensor], Tensor]
 ) -> Tensor:
     after: Any = layer._buffers["strength"]
-    if after is narrow:  # changed in place, or not at all
-        return fn(strength)
+    if after is narrow:  # shared in place, or nothing to do
+        moved = fn(strength)
+        return moved if moved.dtype == strength.dtype else strength
     if after.device.type == "mps":
         return after.float()
     if (
@@ -115,7 +117,8 @@ def _resize_memory(layer: MemorizedBatchNorm, state: MutableMapping[str, Any], p
         rows = min(size, slot.shape[0])
         fitted[:rows] = slot[:rows]
         state[prefix + name] = fitted
-    if 0 < size < slots[2].shape[0] and layer.momentum is not None and bool(slots[2][:size].sum() > 0):
+    truncated = 0 < size < slots[2].shape[0] and layer.momentum is not None
+    if truncated and not slots[2].is_meta and bool(slots[2][:size].sum() > 0):
         mean, var, count = (state[prefix + name] for name in SLOTS)
         age = torch.arange(size, device=count.device, dtype=count.dtype)
         pooled = pool(mean, var, count * layer.decay**age, shift=layer._shift_between_means)
@@ -123,8 +126,10 @@ def _resize_memory(layer: MemorizedBatchNorm, state: MutableMapping[str, Any], p
 
 
 def widen(layer: MemorizedBatchNorm) -> None:
-    """After `load_state_dict(assign=True)`: statistics of a narrowed checkpoint become float32 again."""
+    """After `load_state_dict(assign=True)`: what a narrowed checkpoint brought is wide again."""
     for name in STATISTICS:
         buffer = layer._buffers[name]
         if buffer is not None:
             layer._buffers[name] = buffer.to(statistics_dtype(buffer.dtype))
+    if layer.strength is not None and layer.strength.device.type != "mps":
+        layer.strength = layer.strength.double()

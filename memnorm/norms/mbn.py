@@ -6,6 +6,7 @@ the contents of its `__dict__`; the way back drops what was added and restores t
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ OWN_ATTRIBUTES = {
     "_source_class",
     "_rank",
 } | {
+    "_plain_dtype",
     "_seasoned",
     "_shift_between_means",
     "_readings",
@@ -101,10 +103,11 @@ def _with_options(layer: MemorizedBatchNorm, options: dict[str, Any]) -> Memoriz
     new = _takes_over(layer, type(layer))
     current = {name: getattr(layer, name) for name in OPTIONS if name != "strength"}
     new._install_memory(**{"strength": layer._initial_strength, **current, **options})
-    state = layer.state_dict()
-    if "strength" in options:
-        state["strength"] = new.strength
-    new.load_state_dict(state)
+    if layer.running_mean is not None:
+        state = layer.state_dict()
+        if "strength" in options:
+            state["strength"] = new.strength
+        new.load_state_dict(state)
     return new
 
 
@@ -117,9 +120,9 @@ def plain(layer: MemorizedBatchNorm) -> _BatchNorm:
         del new.__dict__[name]
     if not isinstance(new, nn.SyncBatchNorm):
         new.__dict__.pop("process_group", None)
-    if new.running_mean is not None and new.weight is not None:
-        dtype = new.weight.dtype
-        new.running_mean, new.running_var = new.running_mean.to(dtype), new.running_var.to(dtype)
+    if new.running_mean is not None:
+        new.running_mean = new.running_mean.to(layer._plain_dtype)
+        new.running_var = new.running_var.to(layer._plain_dtype)
     return new
 
 
@@ -132,6 +135,9 @@ def _takes_over(layer: nn.Module, cls: type) -> Any:
     for registry in ("_parameters", "_buffers", "_modules"):
         new.__dict__[registry] = dict(layer.__dict__[registry])
     new.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
+    for hook in new._load_state_dict_pre_hooks.values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(new)  # torch refers to the layer that is about to go
     return new
 
 

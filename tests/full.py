@@ -1,0 +1,51 @@
+"""Run every test, the slow ones included, and write down that it happened: `make test-full`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def output(*command: str) -> str:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main() -> int:
+    start = time.monotonic()
+    pytest = [str(Path(sys.executable).parent / "pytest"), "-n", "2", "-m", "slow or not slow"]
+    with subprocess.Popen(pytest, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    if process.returncode:
+        return process.returncode
+    import torch
+
+    counts = re.search(r"\d+ passed.* in", lines[-1])
+    assert counts is not None, lines[-1]
+    record = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": output("git", "rev-parse", "--short", "HEAD")
+        + (" and changes" if output("git", "status", "-s") else ""),
+        "result": counts.group().removesuffix(" in"),
+        "minutes": round((time.monotonic() - start) / 60, 1),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+    }
+    (ROOT / "results/test-full.json").write_text(json.dumps(record, indent=1) + "\n")
+    return subprocess.run([sys.executable, "tools/docs.py"], cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""README and docs: code blocks run, quoted lines and links exist, numbers are those of the records."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import images, labels, small_net
+from torch import nn
+
+import memnorm
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_blocks():
+    for page in PAGES:
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+            yield pytest.param(block, id=f"{page.name}-{number}")
+
+
+@pytest.mark.parametrize("block", code_blocks())
+def test_code_block_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = small_net()
+    if "memnorm.convert" not in block:
+        memnorm.convert(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = [(images(4, seed=seed), labels(4, seed=seed)) for seed in range(3)]
+    namespace = {"torch": torch, "memnorm": memnorm, "model": model, "optimizer": optimizer, "loader": loader}
+    namespace |= {
+        "total_steps": 3,
+        "criterion": nn.functional.cross_entropy,
+        "images": loader[0][0],
+        "labels": loader[0][1],
+    }
+    exec(compile(block, "block", "exec"), namespace)
+    if "deploy" in namespace:
+        assert {type(module).__module__.split(".")[0] for module in namespace["deploy"].modules()} == {"torch"}
+    else:
+        assert all(
+            int(layer.num_batches_tracked) == 1 for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)
+        ) or ("rerecord" not in block)
+
+
+def test_every_quoted_code_line_of_the_equations_stands_in_its_file():
+    rows = re.findall(r"\| `(memnorm/\S+\.py)` \| `(.+?)` \|", (ROOT / "docs/equations.md").read_text())
+    assert len(rows) >= 10
+    for file, line in rows:
+        assert line in [source.strip() for source in (ROOT / file).read_text().splitlines()], f"{file}: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_generated_parts_are_those_of_the_records():
+    spec = importlib.util.spec_from_file_location("docs_tool", ROOT / "tools/docs.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    for path, text in tool.render().items():
+        assert path.read_text() == text, f"{path.name} is out of date: run python tools/docs.py"
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f"version: {memnorm.__version__}" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {memnorm.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_public_name_has_a_docstring_and_there_are_few():
+    assert len(memnorm.__all__) < 20
+    for name in memnorm.__all__:
+        assert getattr(memnorm, name).__doc__, name
+
+
+def test_importing_memnorm_brings_in_torch_and_the_standard_library_only():
+    """Measured against a plain `import torch`: no compiler, no data library, nothing optional."""
+    program = (
+        "import sys, torch; before = set(sys.modules); import memnorm; "
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))); "
+        "print('torch._dynamo' in set(sys.modules) - before, 'torch._inductor' in set(sys.modules) - before)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    packages, compilers = result.stdout.splitlines()
+    assert set(packages.split()) <= {"memnorm", "torch"}
+    assert compilers == "False False"
+
+
+def test_imports_go_one_way():
+    """The order of CONTRIBUTING.md: a module imports only modules before it."""
+    order = [
+        "errors",
+        "text",
+        "functional",
+        "reference",
+        "state",
+        "recompute",
+        "layers",
+        "replay",
+        "norms.mbn",
+        "norms",
+    ]
+    order += ["double_forward", "convert", "schedule", "estimate", "diagnose"]
+    package = Path(memnorm.__file__).parent
+    for position, name in enumerate(order):
+        path = package / (name.replace(".", "/") + ".py")
+        path = path if path.exists() else package / name / "__init__.py"
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("    ")]  # not TYPE_CHECKING
+        for imported in re.findall(r"^from memnorm\.?([\w.]*) import (\w+)", "\n".join(lines), re.MULTILINE):
+            target = imported[0] or imported[1]
+            assert order.index(target) < position, f"{name} imports {target}"
