@@ -48,6 +48,15 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def snapshot(tensor: Tensor) -> Tensor:
+    """A copy that holds although `tensor` is overwritten before backward.
+
+    In a compiled graph `clone` does not: AOTAutograd may save the buffer instead and clone it in backward, when it has
+    changed already. It never recomputes a cumulative sum; that over one row is a copy.
+    """
+    return tensor.unsqueeze(0).cumsum(0).squeeze(0) if torch.compiler.is_compiling() else tensor.clone()
+
+
 def merge(memory: Moments, batch: Moments, *, shift: bool = True) -> Moments:
     """Moments of the union of two weighted sets: the module's equation.
 
@@ -94,7 +103,7 @@ def memorized_batch_norm(
     `memory_weight` is the memory's weight in values per channel, strength included (λW in the docs). The memory is a
     constant: no gradient flows into it, and it may be overwritten after the call.
     """
-    memory = Moments(memory_mean.clone(), memory_var.clone(), memory_weight)
+    memory = Moments(snapshot(memory_mean), snapshot(memory_var), memory_weight)
     return normalize_with_memory(x, weight, bias, memory, eps)[0]
 
 

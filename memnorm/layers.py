@@ -24,6 +24,7 @@ from memnorm.functional import (
     merge,
     normalize_with_memory,
     pool,
+    snapshot,
     statistics_dtype,
 )
 from memnorm.recompute import Readings, inside_backward
@@ -188,7 +189,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         do we.
         """
         weight = self.strength * (0 if self.momentum is None else self._weight_now(count))
-        return Moments(self.running_mean.clone(), self.running_var.clone(), weight)
+        return Moments(snapshot(self.running_mean), snapshot(self.running_var), snapshot(weight))
 
     def _weight_now(self, count: Tensor | float) -> Tensor:
         """W, where nothing is recorded yet the weight of the statistics that stand in. Tensors all the way: no host
@@ -228,9 +229,10 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         else:
             age = torch.arange(self.memory_size, device=finite.device, dtype=self.memory_count.dtype)
             pooled = pool(slots[0], slots[1], slots[2] * self.decay**age, shift=self._shift_between_means)
-        for name, new in zip(STATISTICS if slots else POOLED, (*pooled, *slots), strict=True):
-            old = self.get_buffer(name)
-            old.copy_(torch.where(finite, new, old))
+        old = [self.get_buffer(name) for name in (STATISTICS if slots else POOLED)]
+        new = [torch.where(finite, value, buffer) for value, buffer in zip((*pooled, *slots), old, strict=True)]
+        # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU, which running_weight may be.
+        torch._foreach_copy_(old, new)
         self.num_batches_tracked.add_(finite)
 
     def _shifted(self, batch: Moments, weight: Tensor) -> tuple[Tensor, ...]:
