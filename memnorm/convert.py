@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from memnorm import norms
 from memnorm.double_forward import detach
-from memnorm.errors import MemnormWarning, NothingToConvert, OptionError, WrappedModelError
+from memnorm.errors import NothingToConvert, OptionError, WrappedModelError, warn
 from memnorm.layers import MemorizedBatchNorm
 from memnorm.norms.mbn import has_activation, plain
 from memnorm.text import table
@@ -59,7 +59,7 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
         raise NothingToConvert(_nothing_to_convert(model, skipped))
     new = {layer: build(layer, **options) for name, layer in wanted.items() if name not in skipped}
     if skipped:
-        warnings.warn(f"convert left alone: {_listing(skipped)}", MemnormWarning, stacklevel=2)
+        warn(f"convert left alone: {_listing(skipped)}")
     return replace_modules(model, new)
 
 
@@ -86,6 +86,11 @@ def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Mod
         for name, child in parent._modules.items():
             if child in new:
                 parent._modules[name] = new[child]
+    for replacement in new.values():
+        hooks: Iterable[Any] = replacement._load_state_dict_pre_hooks.values()
+        for hook in hooks:
+            if getattr(hook, "with_module", False):
+                hook.module = weakref.ref(replacement)  # torch refers to the layer that goes
     return new.get(model, model)
 
 

@@ -7,9 +7,9 @@ and in eval mode (disagreement).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -176,8 +176,9 @@ def _disagreement(train: list[list[Tensor]], evaluated: list[list[Tensor]]) -> t
 
 
 def _verdict(layers: tuple[LayerDiagnosis, ...], gap: float, changed: float | None) -> str:
-    noisy = max(layers, key=attrgetter("batch_noise"))
-    stale = max(layers, key=attrgetter("staleness"))
+    noisy, stale = _worst(layers, "batch_noise"), _worst(layers, "staleness")
+    if not all(math.isfinite(value) for value in (gap, noisy.batch_noise, stale.staleness)):
+        return "Something is not finite: look for inf or nan in the batches, and in the weights before such layers."
     sentences = []
     if noisy.batch_noise > NOTICEABLE:
         sentences.append(
@@ -198,3 +199,8 @@ def _verdict(layers: tuple[LayerDiagnosis, ...], gap: float, changed: float | No
         f"Nothing unusual: batch noise at most {noisy.batch_noise:.2f} and staleness at most {stale.staleness:.2f} "
         f"standard deviations, outputs in training and eval mode {gap:.0%} apart."
     )
+
+
+def _worst(layers: tuple[LayerDiagnosis, ...], key: str) -> LayerDiagnosis:
+    """The layer with the largest value; one that is not a number is worst of all."""
+    return max(layers, key=lambda layer: (math.isnan(getattr(layer, key)), getattr(layer, key)))

@@ -12,7 +12,6 @@ whose gradient went into that step.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memnorm.errors import DTypeError, MemnormError, MemnormWarning, NothingToRecord, OptionError
+from memnorm.errors import DTypeError, MemnormError, NothingToRecord, OptionError, warn
 from memnorm.layers import Recording
 from memnorm.recompute import inside_backward, inside_function
 from memnorm.replay import Surroundings, nothing_records, recorders, replay
@@ -139,7 +138,7 @@ class DoubleForward:
             return None
         self._drop_skipped_batches()
         self._check_bound(module)
-        self._running = Batch(args, kwargs, Surroundings.now(module))
+        self._running = Batch(args, kwargs, layers, Surroundings.now(module))
         self._muted = layers
         for layer in self._muted:
             layer.recording = False
@@ -166,16 +165,18 @@ class DoubleForward:
         self._muted = []
 
     def _on_backward(self, batch: Batch) -> None:
-        """Backward reaches the output of `batch`. If all gradients are cleared now, earlier ones are lost."""
-        if not batch.reached:
+        """Backward reaches the output of `batch`. If every gradient is cleared by now, earlier ones are lost."""
+        if not batch.accumulated:
             if any(other.accumulated for other in self._pending) and self._gradients_are_cleared():
                 self._pending = [other for other in self._pending if not other.accumulated]
             batch.reached = True
-            Variable._execution_engine.queue_callback(lambda: self._after_backward(batch))
+            Variable._execution_engine.queue_callback(self._after_backward)
 
-    def _after_backward(self, batch: Batch) -> None:
-        """Gradients that are there now hold the batch's; `autograd.grad`, as for a gradient penalty, leaves none."""
-        batch.accumulated = not self._gradients_are_cleared()
+    def _after_backward(self) -> None:
+        """Gradients that are there now are those of all batches reached; `autograd.grad` for a penalty leaves none."""
+        if not self._gradients_are_cleared():
+            for batch in self._pending:
+                batch.accumulated |= batch.reached
 
     def _gradients_are_cleared(self) -> bool:
         groups = [group for one in self._optimizers for group in one.param_groups]
@@ -233,7 +234,7 @@ class DoubleForward:
             generator = torch.Generator().manual_seed(self.steps)
             for batch in pending:
                 args, kwargs = batch.part(self.fraction, generator)
-                replay(model, args, kwargs, batch.surroundings)
+                replay(model, args, kwargs, batch.surroundings, batch.layers)
 
     def _check_bound(self, module: nn.Module) -> None:
         if len(self._pending) >= self.max_pending:
@@ -254,20 +255,21 @@ class DoubleForward:
         self._blind_steps = self._blind_steps + 1 if self._forwards == self._forwards_at_last_step else 0
         self._forwards_at_last_step = self._forwards
         if self._blind_steps == 10 * len(self._optimizers):
-            warnings.warn(
+            warn(
                 f"double_forward: {self._blind_steps} optimizer steps without a training forward of "
                 f"{type(model).__name__}; nothing is being recorded. Call the module that was given to "
-                "double_forward, or remove() the handle.",
-                MemnormWarning,
-                stacklevel=2,
+                "double_forward, or remove() the handle."
             )
 
 
 class Batch:
     """The inputs of one training forward, copied: the model or the loop may overwrite them before the step."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], surroundings: Surroundings) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], layers: list[Recording], surroundings: Surroundings
+    ) -> None:
         self.args, self.kwargs = tree_map(_copy, (args, kwargs))
+        self.layers = layers  # those that would have recorded
         self.surroundings = surroundings
         self.observed = False  # whether a backward through the output would be noticed
         self.reached = False  # whether one was

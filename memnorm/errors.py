@@ -6,6 +6,9 @@ Every error is a `MemnormError`, hence a `RuntimeError`; the ones about a value 
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class MemnormError(RuntimeError):
     """Base of every error raised by memnorm."""
@@ -37,3 +40,11 @@ class WrappedModelError(MemnormError, ValueError):
 
 class MemnormWarning(UserWarning):
     """Something was left alone that the caller may have expected to change."""
+
+
+def warn(message: str) -> None:
+    """Warn about the caller's line: the first one outside this package."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, MemnormWarning, stacklevel=level)

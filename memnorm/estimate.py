@@ -8,7 +8,6 @@ batches.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from memnorm.errors import MemnormWarning, NothingToRecord, OptionError
+from memnorm.errors import NothingToRecord, OptionError, warn
 from memnorm.functional import Moments, batch_moments, merge
 from memnorm.layers import MemorizedBatchNorm, Recording
 from memnorm.replay import buffers_restored
@@ -101,12 +100,10 @@ def _until_settled(
         result = replace(following, passes=result.passes + 1)
     if result.largest_change <= 1e-6:
         return result
-    warnings.warn(
+    warn(
         f"recalibrate: statistics still changed by {result.largest_change:.2g} standard deviations in pass {limit}. "
         "Random augmentation, or shuffling that drops other images each time, makes passes differ: turn it off for an "
-        "exact result.",
-        MemnormWarning,
-        stacklevel=3,
+        "exact result."
     )
     return result
 
@@ -150,14 +147,16 @@ def population(
         for batch in batches:
             call(model, batch)
             count += 1
-    for name, times in left_out.most_common(1):
-        warnings.warn(f"{times} batches are not finite in {name!r} and were left out", MemnormWarning, stacklevel=3)
-    if not moments:
-        problem = "no batch norm was reached" if count else "there is no batch"
-        raise NothingToRecord(
-            f"{problem}: pass an iterable of batches for the model (and forward=, if it is not called as model(batch))"
-        )
-    return Population(moments, count, max(calls.values()))
+    if moments:
+        for name, times in left_out.most_common(1):
+            warn(f"{times} batches are not finite in {name!r} and were left out")
+        return Population(moments, count, max(calls.values()))
+    if left_out:
+        raise NothingToRecord("no batch is finite where it reaches a batch norm: look at the data, and at the weights")
+    problem = "no batch norm was reached" if count else "there is no batch"
+    raise NothingToRecord(
+        f"{problem}: pass an iterable of batches for the model (and forward=, if it is not called as model(batch))"
+    )
 
 
 @contextmanager

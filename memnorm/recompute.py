@@ -63,11 +63,11 @@ class Readings:
     def keep(self, batch: Moments, memory: Moments) -> None:
         """Keep a reading if the running forward may be recomputed, else do nothing."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None:
+        if inside_function():
+            shelf, bounded = self._without_graph, True
+        elif hooks is not None:
             shelf = self._by_hook.setdefault(hooks[1], deque())
             bounded = getattr(hooks[1], "__module__", None) != checkpoint.__name__
-        elif inside_function():
-            shelf, bounded = self._without_graph, True
         else:
             return
         shelf.append(Reading(torch._C._autograd._get_sequence_nr(), batch, memory))

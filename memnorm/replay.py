@@ -57,7 +57,7 @@ def rerecord(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     Layers in eval mode stay as they are. Random numbers are drawn from the present state, which is then restored.
     `memnorm.double_forward` does all of this by itself, with the random state of the training forward.
     """
-    replay(model, args, kwargs, Surroundings.now(model))
+    replay(model, args, kwargs, Surroundings.now(model), recorders(model).values())
 
 
 class Surroundings(NamedTuple):
@@ -96,15 +96,22 @@ def _set_rng_state(state: dict[str, Any]) -> None:
         torch.get_device_module(device).set_rng_state_all(state[device])
 
 
-def replay(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], surroundings: Surroundings) -> None:
-    """One recording forward of `model` under `surroundings`, leaving nothing else behind."""
+def replay(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    surroundings: Surroundings,
+    layers: Iterable[Recording],
+) -> None:
+    """One forward of `model` under `surroundings` that `layers` record, leaving nothing else behind."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    layers = recorders(inner)
-    if not any(layer.training for layer in layers.values()):
+    if not any(layer.training for layer in recorders(inner).values()):
         raise NothingToRecord(f"rerecord: {nothing_records(model)}")
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(recording(inner, True))
+        stack.enter_context(recording(inner, False))
+        for layer in layers:
+            layer.recording = True
         stack.enter_context(buffers_restored(module for module in inner.modules() if not isinstance(module, Recording)))
         stack.enter_context(_rng(surroundings.rng))
         for device, (enabled, dtype) in surroundings.autocast.items():

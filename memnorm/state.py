@@ -44,7 +44,7 @@ def apply_keeping_width(layer: MemorizedBatchNorm, fn: Callable[[Tensor], Tensor
     except BaseException:
         buffers["strength"] = strength
         raise
-    layer._plain_dtype = buffers["running_mean"].dtype
+    layer._plain_dtype = fn(torch.empty(0, dtype=layer._plain_dtype, device=strength.device)).dtype
     for name, old in before.items():
         new = buffers[name]
         if new.dtype != statistics_dtype(new.dtype):

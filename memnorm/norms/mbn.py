@@ -6,7 +6,6 @@ the contents of its `__dict__`; the way back drops what was added and restores t
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -104,6 +103,7 @@ def _with_options(layer: MemorizedBatchNorm, options: dict[str, Any]) -> Memoriz
     current = {name: getattr(layer, name) for name in OPTIONS if name != "strength"}
     new._install_memory(**{"strength": layer._initial_strength, **current, **options})
     if layer.running_mean is not None:
+        new._plain_dtype = layer._plain_dtype
         state = layer.state_dict()
         if "strength" in options:
             state["strength"] = new.strength
@@ -135,9 +135,6 @@ def _takes_over(layer: nn.Module, cls: type) -> Any:
     for registry in ("_parameters", "_buffers", "_modules"):
         new.__dict__[registry] = dict(layer.__dict__[registry])
     new.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
-    for hook in new._load_state_dict_pre_hooks.values():
-        if getattr(hook, "with_module", False):
-            hook.module = weakref.ref(new)  # torch refers to the layer that is about to go
     return new
 
 
@@ -145,7 +142,7 @@ def has_activation(layer: nn.Module) -> bool:
     """Whether this is a timm-like norm with `drop` and `act` behind it. Known by name: another class may use the same
     attributes in another way.
     """
-    known = type(layer).__name__ in ("BatchNormAct2d", "SyncBatchNormAct")
+    known = type(layer).__name__ in ("BatchNormAct2d", "SyncBatchNormAct", "MemorizedBatchNormAct2d")
     return (
         known
         and isinstance(getattr(layer, "drop", None), nn.Module)
