@@ -23,7 +23,7 @@ def code_blocks():
             yield pytest.param(block, id=f"{page.name}-{number}")
 
 
-@pytest.mark.parametrize("block", code_blocks())
+@pytest.mark.parametrize("block", list(code_blocks()))
 def test_code_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = small_net()

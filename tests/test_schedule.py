@@ -1,0 +1,262 @@
+"""Strength over training time: when it changes, what the layers see of it, and how a schedule resumes."""
+
+import json
+
+import pytest
+import torch
+from support import images, labels, leaf, randn, small_net
+from torch import nn
+
+import memnorm
+from memnorm import StrengthSchedule
+from memnorm.errors import NothingToRecord, OptionError
+from memnorm.functional import memorized_batch_norm
+
+
+def strengths(model):
+    """What the layers hold, as exact floats."""
+    return [m.strength.item() for m in model.modules() if isinstance(m, memnorm.layers.MemorizedBatchNorm)]
+
+
+def after(schedule, steps):
+    for _ in range(steps):
+        schedule.step()
+    return schedule
+
+
+def paper(step, total_steps):
+    """0.1, 0.5 from 40 % and 0.9 from 60 % of the training on, in integer arithmetic."""
+    return 0.1 if 10 * step < 4 * total_steps else 0.5 if 10 * step < 6 * total_steps else 0.9
+
+
+@pytest.mark.parametrize(("percent", "value"), [(0, 0.1), (39, 0.1), (40, 0.5), (59, 0.5), (60, 0.9), (100, 0.9)])
+def test_the_default_is_the_papers_schedule(percent, value):
+    model = memnorm.convert(small_net())
+    after(StrengthSchedule(model, 100), percent)
+    assert strengths(model) == [value, value]
+
+
+@pytest.mark.parametrize("total_steps", [100, 10, 7, 5, 3, 2, 1, 78200])
+def test_the_value_changes_at_the_first_step_at_or_after_each_milestone(total_steps):
+    layer = memnorm.MemorizedBatchNorm1d(2)
+    schedule = StrengthSchedule(layer, total_steps)
+    seen = [layer.strength.item()]
+    for _ in range(total_steps):
+        schedule.step()
+        seen.append(layer.strength.item())
+    assert seen == [paper(step, total_steps) for step in range(total_steps + 1)]
+
+
+def test_layers_of_every_precision_hold_the_value_in_float64():
+    model = nn.Sequential(memnorm.convert(small_net()), memnorm.convert(small_net()).half())
+    StrengthSchedule(model, 100)
+    assert strengths(model) == [0.1] * 4
+
+
+def test_a_step_sets_the_strength_in_place():
+    model = memnorm.convert(small_net())
+    before = model[1].strength
+    after(StrengthSchedule(model, 10), 10)
+    assert model[1].strength is before
+    assert before.item() == 0.9
+
+
+def test_get_last_strength_is_what_the_layers_hold():
+    model = memnorm.convert(small_net())
+    schedule = StrengthSchedule(model, 10)
+    for _ in range(11):
+        assert strengths(model) == [schedule.get_last_strength()] * 2
+        schedule.step()
+
+
+def test_whole_milestones_are_numbers_of_steps():
+    layer = memnorm.MemorizedBatchNorm1d(2)
+    schedule = StrengthSchedule(layer, 100, milestones=(1, 4))
+    assert [after(schedule, 1).get_last_strength() for _ in range(5)] == [0.5, 0.5, 0.5, 0.9, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "total_steps", "step"), [(0.55, 100, 55), (0.07, 100, 7), (0.29, 100, 29), (0.1 + 0.2, 10, 3)]
+)
+def test_a_fraction_that_is_not_exact_in_floating_point_falls_on_the_step_it_means(fraction, total_steps, step):
+    schedule = StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), total_steps, milestones=(fraction,), values=(0.2, 0.7))
+    assert schedule.milestones == [step]
+
+
+def test_one_as_a_float_is_the_end_and_one_as_an_int_the_first_step():
+    layer = memnorm.MemorizedBatchNorm1d(2)
+    ends = StrengthSchedule(layer, 10, milestones=(1.0,), values=(0.2, 0.7))
+    begins = StrengthSchedule(layer, 10, milestones=(1,), values=(0.2, 0.7))
+    assert (ends.milestones, begins.milestones) == ([10], [1])
+
+
+def test_a_milestone_at_zero_counts_from_the_start():
+    layer = memnorm.MemorizedBatchNorm1d(2)
+    StrengthSchedule(layer, 10, milestones=(0,), values=(0.2, 0.7))
+    assert layer.strength.item() == 0.7
+
+
+def test_values_may_go_up_and_down():
+    layer = memnorm.MemorizedBatchNorm1d(2)
+    schedule = StrengthSchedule(layer, 4, milestones=(0.25, 0.5, 0.75), values=(1, 0, 0.3, 0.2))
+    seen = [layer.strength.item()]
+    for _ in range(4):
+        schedule.step()
+        seen.append(layer.strength.item())
+    assert seen == [1.0, 0.0, 0.3, 0.2, 0.2]
+
+
+def test_without_milestones_the_strength_is_constant():
+    layer = memnorm.MemorizedBatchNorm1d(2)
+    after(StrengthSchedule(layer, 10, milestones=(), values=(0.3,)), 10)
+    assert layer.strength.item() == 0.3
+
+
+def test_the_last_value_stays_past_the_end():
+    layer = memnorm.MemorizedBatchNorm1d(2)
+    after(StrengthSchedule(layer, 10), 25)
+    assert layer.strength.item() == 0.9
+
+
+def test_a_value_set_by_hand_stays_until_the_next_change():
+    layer = memnorm.MemorizedBatchNorm1d(2)
+    schedule = StrengthSchedule(layer, 10)
+    layer.set_strength(0.7)
+    after(schedule, 3)
+    assert layer.strength.item() == 0.7
+    after(schedule, 1)
+    assert layer.strength.item() == 0.5
+
+
+@pytest.mark.parametrize("saved_at", [0, 3, 4, 5, 6, 12])
+def test_a_schedule_resumed_from_json_goes_on_as_if_uninterrupted(saved_at):
+    saved = json.dumps(after(StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 10), saved_at).state_dict())
+    layer = memnorm.MemorizedBatchNorm1d(2)
+    schedule = StrengthSchedule(layer, 10)
+    schedule.load_state_dict(json.loads(saved))
+    seen = [layer.strength.item()]
+    for _ in range(12):
+        schedule.step()
+        seen.append(layer.strength.item())
+    assert seen == [paper(step, 10) for step in range(saved_at, saved_at + 13)]
+
+
+def test_loading_a_state_brings_its_milestones_and_values():
+    saved = StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 8, milestones=(2,), values=(0.2, 0.8)).state_dict()
+    layer = memnorm.MemorizedBatchNorm1d(2)
+    schedule = StrengthSchedule(layer, 100)
+    schedule.load_state_dict(saved)
+    assert (schedule.total_steps, schedule.milestones, schedule.values) == (8, [2], [0.2, 0.8])
+    assert layer.strength.item() == 0.2
+
+
+def test_the_state_does_not_hold_the_model():
+    schedule = StrengthSchedule(memnorm.convert(small_net()), 10)
+    assert sorted(schedule.state_dict()) == ["last_step", "milestones", "total_steps", "values"]
+
+
+@pytest.mark.parametrize("wrong", [{}, {"last_epoch": 3, "_step_count": 4}], ids=["empty", "of an LR scheduler"])
+def test_a_state_of_something_else_is_refused(wrong):
+    schedule = StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 10)
+    with pytest.raises(OptionError, match=r"not a state of this schedule; missing or unknown: .*last_"):
+        schedule.load_state_dict(wrong)
+
+
+def test_layers_converted_later_are_included_at_the_next_change():
+    model = nn.Sequential(memnorm.MemorizedBatchNorm1d(2), nn.BatchNorm1d(2))
+    schedule = after(StrengthSchedule(model, 10), 1)
+    memnorm.convert(model)
+    assert strengths(model) == [0.1, 0.5]  # not yet
+    after(schedule, 3)
+    assert strengths(model) == [0.5, 0.5]
+    after(schedule, 2)
+    assert strengths(model) == [0.9, 0.9]
+
+
+def test_the_training_forward_uses_the_changed_strength():
+    layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64)
+    schedule = StrengthSchedule(layer, 10)
+    for seed in range(3):
+        layer(leaf((4, 3, 2, 2), seed=seed))
+    x = leaf((4, 3, 2, 2), seed=9)
+    outputs = []
+    for value, steps in ((0.1, 0), (0.5, 4), (0.9, 2)):
+        after(schedule, steps)
+        memory = (layer.running_mean, layer.running_var, value * layer.running_weight)
+        expected = memorized_batch_norm(x, layer.weight, layer.bias, *memory, layer.eps)
+        with memnorm.recording(layer, False):
+            outputs.append(layer(x))
+        torch.testing.assert_close(outputs[-1], expected, rtol=0, atol=1e-12)
+    assert (outputs[0] - outputs[2]).abs().max() > 1e-3
+
+
+def test_it_steps_beside_a_learning_rate_scheduler():
+    model = memnorm.convert(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rate = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+    schedule = StrengthSchedule(model, 5)
+    seen = []
+    for step in range(5):
+        seen.append((rate.get_last_lr()[0], *strengths(model)))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images(4, seed=step)), labels(4, seed=step)).backward()
+        optimizer.step()
+        rate.step()
+        schedule.step()
+    assert seen == [(0.1, 0.1, 0.1), (0.1, 0.1, 0.1), (0.05, 0.5, 0.5), (0.05, 0.9, 0.9), (0.025, 0.9, 0.9)]
+
+
+def test_a_layer_without_statistics_is_passed_over():
+    model = nn.Sequential(memnorm.MemorizedBatchNorm1d(2, track_running_stats=False), memnorm.MemorizedBatchNorm1d(2))
+    StrengthSchedule(model, 10)
+    assert model[0].strength is None
+    assert model[1].strength.item() == 0.1
+    assert model(randn(4, 2, seed=0, dtype=torch.float32)).shape == (4, 2)
+
+
+def test_a_model_without_memorized_layers_is_refused_with_what_to_do():
+    with pytest.raises(NothingToRecord, match=r"Sequential has no memorized layer .* memnorm\.convert\(model\) first"):
+        StrengthSchedule(small_net(), 10)
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "options", "words"),
+    [
+        (0, {}, "total_steps must be a positive number of steps; got 0"),
+        (-3, {}, "total_steps must be a positive number of steps; got -3"),
+        (2.5, {}, r"total_steps must be a positive number of steps; got 2\.5"),
+        (True, {}, "total_steps must be a positive number of steps; got True"),
+        (10, {"values": (0.1, 0.5)}, "2 milestones need 3 values, .* got 2 values"),
+        (10, {"milestones": ()}, "0 milestones need 1 values, .* got 3 values"),
+        (10, {"milestones": (0.6, 0.4)}, r"milestones must increase; got \[0\.6, 0\.4\]"),
+        (10, {"milestones": (5, 0.4)}, r"milestones must increase; got \[5, 0\.4\]"),
+        (10, {"milestones": (-1, 0.4)}, r"in \[0, 1\] or a whole number of steps; got -1"),
+        (10, {"milestones": (0.4, 1.5)}, r"in \[0, 1\] or a whole number of steps; got 1\.5"),
+        (10, {"milestones": (0.4, float("nan"))}, r"in \[0, 1\] or a whole number of steps; got nan"),
+        (10, {"milestones": (False, True)}, r"in \[0, 1\] or a whole number of steps; got False"),
+        (10, {"milestones": (0.4, "60 %")}, r"in \[0, 1\] or a whole number of steps; got '60 %'"),
+        (10, {"values": (-0.1, 0.5, 0.9)}, r"strength must lie in \[0, 1\]; got -0\.1"),
+        (10, {"values": (1.5, 0.5, 0.9)}, r"strength must lie in \[0, 1\]; got 1\.5"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_in_words(total_steps, options, words):
+    with pytest.raises(OptionError, match=words):
+        StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), total_steps, **options)
+
+
+@pytest.mark.parametrize("values", [(0.1, 1.5, 0.9), (0.1, 0.5, -1.0), (0.1, 0.5, float("nan"))], ids=str)
+def test_a_later_value_out_of_range_is_refused_at_once(values):
+    with pytest.raises(OptionError, match=r"\[0, 1\]"):
+        StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 10, values=values)
+
+
+def test_a_value_that_is_not_a_number_is_refused_in_words():
+    with pytest.raises(OptionError, match="high"):
+        StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 10, values=(0.1, 0.5, "high"))
+
+
+def test_refused_arguments_leave_the_layers_as_they_were():
+    layer = memnorm.MemorizedBatchNorm1d(2, strength=0.3)
+    with pytest.raises(OptionError):
+        StrengthSchedule(layer, 10, milestones=(0.6, 0.4))
+    assert layer.strength.item() == 0.3

@@ -1,0 +1,814 @@
+"""The buffers of a memorized layer under everything that moves them: dtype conversion, checkpoints, copies, resets."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import assert_same_state, images, labels, leaf, randomize, small_net
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memnorm
+from memnorm.functional import Moments, batch_moments, merge
+
+Layer = memnorm.MemorizedBatchNorm2d
+C, DECAY, STRENGTH = 3, 0.7, 0.3
+NAMES = [
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+    "running_weight",
+    "memory_mean",
+    "memory_var",
+    "memory_count",
+    "strength",
+]
+MEMORY = ("running_weight", "memory_mean", "memory_var", "memory_count")
+CASTS = {
+    "half()": lambda module: module.half(),
+    "bfloat16()": lambda module: module.bfloat16(),
+    "to(bfloat16)": lambda module: module.to(torch.bfloat16),
+    "to(cpu, half)": lambda module: module.to("cpu", torch.half),
+    "float()": lambda module: module.float(),
+    "double()": lambda module: module.double(),
+    "half().double()": lambda module: module.half().double(),
+}
+
+
+def batch(index: int, dtype: torch.dtype = torch.float64, *, channels: int = C) -> Tensor:
+    """Data of another size for every index, so that counts tell batches apart."""
+    return leaf((3 + index, channels, 4, 2), seed=index, dtype=dtype).detach()
+
+
+def make(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    layer = Layer(C, dtype=dtype, **{"memory_size": 5, "decay": DECAY, "strength": STRENGTH, **options})
+    randomize(layer, seed=7)
+    return layer
+
+
+def trained(steps: int = 3, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """A memorized layer that has recorded the batches 0, 1, …"""
+    layer = make(dtype, **options)
+    for index in range(steps):
+        layer(batch(index, dtype))
+    return layer
+
+
+def plain(dtype: torch.dtype = torch.float64, *, steps: int = 3, channels: int = C) -> nn.BatchNorm2d:
+    """A batch norm of torch, with statistics and parameters that no memorized layer of these tests has."""
+    layer = nn.BatchNorm2d(channels, dtype=dtype)
+    randomize(layer, seed=30)
+    for index in range(steps):
+        layer(2 * batch(10 + index, dtype, channels=channels) + 1)
+    return layer
+
+
+def union(*sets: tuple[Tensor, Tensor, float]) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of weighted sets, by hand: E[x²] − E[x]²."""
+    total = sum(weight for _, _, weight in sets)
+    mean = sum(weight * mean for mean, _, weight in sets) / total
+    square = sum(weight * (var + mean**2) for mean, var, weight in sets) / total
+    return mean, square - mean**2, torch.tensor(total, dtype=torch.float64)
+
+
+def assert_pooled(layer: Any, *sets: tuple[Tensor, Tensor, float]) -> None:
+    pooled = (layer.running_mean, layer.running_var, layer.running_weight)
+    torch.testing.assert_close(pooled, union(*sets), rtol=0, atol=1e-11)
+
+
+def snapshot(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def assert_bitwise(state: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(state) == list(other)
+    torch.testing.assert_close(state, other, rtol=0, atol=0, equal_nan=True)
+
+
+def narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
+
+
+@pytest.fixture
+def half_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.half)
+    yield
+    torch.set_default_dtype(before)
+
+
+# Names, shapes and dtypes
+
+
+@pytest.mark.parametrize(("memory_size", "rows"), [(5, 5), (None, 0)])
+def test_state_dict_has_these_names_in_this_order_and_these_shapes(memory_size, rows):
+    shapes = {name: tuple(value.shape) for name, value in Layer(C, memory_size=memory_size).state_dict().items()}
+    slots = {"memory_mean": (rows, C), "memory_var": (rows, C), "memory_count": (rows,)}
+    scalars = dict.fromkeys(("num_batches_tracked", "running_weight", "strength"), ())
+    expected = {name: slots.get(name, scalars.get(name, (C,))) for name in NAMES}
+    assert list(shapes.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
+def test_casting_keeps_the_order_of_the_state_dict(cast):
+    assert list(cast(trained(dtype=torch.float32)).state_dict()) == NAMES
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_no_cast_narrows_a_buffer_below_float32(cast, dtype):
+    for name, buffer in cast(trained(dtype=dtype)).named_buffers():
+        assert buffer.dtype in (torch.float32, torch.float64, torch.int64), name
+
+
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16], ids=str)
+def test_a_layer_built_narrow_has_statistics_in_float32(dtype):
+    layer = Layer(C, dtype=dtype)
+    assert {layer.get_buffer(name).dtype for name in ("running_mean", "running_var", *MEMORY)} == {torch.float32}
+
+
+@pytest.mark.usefixtures("half_by_default")
+def test_a_layer_built_under_a_narrow_default_dtype_has_statistics_in_float32():
+    layer = Layer(C)
+    assert {layer.get_buffer(name).dtype for name in ("running_mean", "running_var", *MEMORY)} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype"),
+    [(nn.Module.half, torch.half), (nn.Module.bfloat16, torch.bfloat16), (nn.Module.double, torch.float64)],
+    ids=["half", "bfloat16", "double"],
+)
+def test_casting_converts_the_parameters(cast, dtype):
+    assert {parameter.dtype for parameter in cast(trained(dtype=torch.float32)).parameters()} == {dtype}
+
+
+def test_double_widens_every_statistic():
+    layer = trained(dtype=torch.float32).double()
+    assert {layer.get_buffer(name).dtype for name in ("running_mean", "running_var", *MEMORY)} == {torch.float64}
+
+
+def test_half_and_back_leaves_the_statistics_as_they_were():
+    layer = trained(dtype=torch.float32)
+    before = {name: value for name, value in snapshot(layer).items() if name not in ("weight", "bias", "strength")}
+    after = {name: layer.half().float().state_dict()[name] for name in before}
+    assert_bitwise(after, before)
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        nn.Module.double,
+        lambda module: module.half().double(),
+        lambda module: module.to("cpu").double(),
+        lambda module: module.float().double(),
+        lambda module: module.half().float().double(),
+    ],
+    ids=["double", "half.double", "to-cpu.double", "float.double", "half.float.double"],
+)
+def test_the_strength_keeps_all_its_digits_in_a_layer_made_double(cast):
+    assert cast(Layer(C, strength=0.1)).strength.item() == 0.1
+
+
+def test_a_half_layer_trains_and_records_in_float32():
+    wide, narrow = make(torch.float32), make(torch.float32).half()
+    for index in range(3):
+        x = batch(index, torch.half)
+        wide(x.float())
+        narrow(x)
+    statistics = [name for name in NAMES if name not in ("weight", "bias", "strength")]
+    torch.testing.assert_close(
+        {name: narrow.get_buffer(name) for name in statistics},
+        {name: wide.get_buffer(name) for name in statistics},
+        rtol=0,
+        atol=1e-5,
+    )
+
+
+# Checkpoints of plain batch norm
+
+
+def old_style(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As written before torch 0.4.1: no counter, no version."""
+    return {name: value for name, value in state.items() if not name.endswith("num_batches_tracked")}
+
+
+def from_sync(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    sync = nn.SyncBatchNorm(C, dtype=torch.float64)
+    sync.load_state_dict(state)
+    return sync.state_dict()
+
+
+@pytest.mark.parametrize("source", [dict, old_style, from_sync], ids=["plain", "without-counter", "sync"])
+def test_a_plain_checkpoint_loads_strictly_and_brings_its_statistics(source):
+    layer, checkpoint = trained(), plain().state_dict()
+    layer.load_state_dict(source(checkpoint), strict=True)
+    taken = {name: layer.state_dict()[name] for name in old_style(checkpoint)}
+    assert_bitwise(taken, old_style(checkpoint))
+
+
+@pytest.mark.parametrize("source", [dict, old_style, from_sync], ids=["plain", "without-counter", "sync"])
+@pytest.mark.parametrize("memory_size", [5, None])
+def test_a_plain_checkpoint_empties_a_filled_memory(source, memory_size):
+    layer = trained(memory_size=memory_size)
+    layer.load_state_dict(source(plain().state_dict()), strict=True)
+    assert all(not layer.get_buffer(name).any() for name in MEMORY)
+
+
+def test_a_plain_checkpoint_leaves_the_strength_as_it_is():
+    layer = trained()
+    layer.set_strength(0.8)
+    layer.load_state_dict(plain().state_dict(), strict=True)
+    assert layer.strength.item() == 0.8
+
+
+def test_a_plain_checkpoint_of_a_network_loads_strictly_into_its_converted_twin():
+    source = small_net(seed=1)
+    for index in range(3):
+        source(images(4, seed=index))
+    net = memnorm.convert(small_net(seed=2))
+    net(images(4, seed=9))
+    net.load_state_dict(source.state_dict(), strict=True)
+    x = images(5, seed=10)
+    torch.testing.assert_close(net.eval()(x), source.eval()(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}], ids=["affine", "track"])
+def test_a_plain_checkpoint_without_parameters_or_statistics_loads_strictly_into_such_a_layer(options):
+    source, layer = nn.BatchNorm2d(C, **options), Layer(C, **options)
+    randomize(source, seed=30)
+    source(batch(4, torch.float32))
+    layer.load_state_dict(source.state_dict(), strict=True)
+    x = batch(5, torch.float32)
+    torch.testing.assert_close(layer.eval()(x), source.eval()(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("source", [plain, trained, lambda: trained(memory_size=None)], ids=["plain", "same", "None"])
+def test_loading_does_not_change_the_callers_dictionary(source):
+    checkpoint = source().state_dict()
+    before = {name: value.clone() for name, value in checkpoint.items()}
+    layer = make()
+    layer.load_state_dict(checkpoint)
+    layer(batch(0))
+    assert_bitwise(dict(checkpoint), before)
+
+
+@pytest.mark.parametrize("prior_weight", [1.0, 3.0, 0.0])
+def test_trained_statistics_stand_in_for_the_memory_in_the_next_forward(prior_weight):
+    source = plain()
+    layer = make(prior_weight=prior_weight)
+    layer.load_state_dict(source.state_dict())
+    x = batch(4)
+    count = x.numel() / C
+    hat = merge(
+        Moments(source.running_mean, source.running_var, STRENGTH * prior_weight * count),
+        batch_moments(x),
+    )
+    expected = F.batch_norm(x, hat.mean, hat.var, source.weight, source.bias, False, 0.0, layer.eps)
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+
+def standing_in(prior_weight: float, memory_size: int | None) -> tuple[Any, list[tuple[Tensor, Tensor, float]]]:
+    """A layer after a plain checkpoint and one batch, and that batch's and the checkpoint's moments by hand."""
+    source, x = plain(), batch(4)
+    layer = make(memory_size=memory_size, prior_weight=prior_weight)
+    layer.load_state_dict(source.state_dict())
+    layer(x)
+    count = x.numel() / C
+    newest = (x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0), count)
+    return layer, [newest, (source.running_mean, source.running_var, prior_weight * count)]
+
+
+@pytest.mark.parametrize("prior_weight", [1.0, 3.0])
+def test_trained_statistics_become_the_oldest_entry_of_the_memory(prior_weight):
+    layer, entries = standing_in(prior_weight, memory_size=5)
+    for row, (mean, var, count) in enumerate(entries):
+        torch.testing.assert_close(layer.memory_mean[row], mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(layer.memory_var[row], var, rtol=0, atol=1e-12)
+        assert layer.memory_count[row] == count
+    assert not layer.memory_count[2:].any()
+
+
+@pytest.mark.parametrize("prior_weight", [1.0, 3.0])
+@pytest.mark.parametrize("memory_size", [5, 2, None])
+def test_trained_statistics_are_pooled_as_one_batch_older(prior_weight, memory_size):
+    layer, (newest, (mean, var, count)) = standing_in(prior_weight, memory_size)
+    assert_pooled(layer, newest, (mean, var, DECAY * count))
+
+
+@pytest.mark.parametrize(
+    ("prior_weight", "memory_size"),
+    [(1.0, 1), (3.0, 1), (0.0, 1), (0.0, 5), (0.0, None)],
+)
+def test_trained_statistics_drop_out_without_room_or_without_weight(prior_weight, memory_size):
+    layer, (newest, _) = standing_in(prior_weight, memory_size)
+    assert_pooled(layer, newest)
+
+
+@pytest.mark.parametrize("memory_size", [1, 5])
+def test_statistics_that_drop_out_leave_one_entry(memory_size):
+    layer, (newest, _) = standing_in(0.0, memory_size)
+    assert layer.memory_count.tolist() == [newest[2]] + [0.0] * (memory_size - 1)
+
+
+def test_trained_statistics_age_out_like_any_entry():
+    layer, _ = standing_in(1.0, memory_size=3)
+    for index in (5, 6):
+        layer(batch(index))
+    assert layer.memory_count.tolist() == [batch(index).numel() / C for index in (6, 5, 4)]
+
+
+def test_initial_statistics_of_a_plain_checkpoint_do_not_stand_in():
+    source = plain(steps=0)
+    layer = make()
+    layer.load_state_dict(source.state_dict())
+    x = batch(4)
+    torch.testing.assert_close(layer(x), source(x), rtol=0, atol=1e-12)
+
+
+def test_initial_statistics_of_a_plain_checkpoint_are_not_recorded():
+    layer = make()
+    layer.load_state_dict(plain(steps=0).state_dict())
+    x = batch(4)
+    layer(x)
+    assert_pooled(layer, (x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0), x.numel() / C))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("memory_size", [1, 5, None])
+def test_a_first_batch_that_is_not_finite_leaves_the_stand_in_untouched(value, memory_size):
+    layer = make(memory_size=memory_size)
+    layer.load_state_dict(plain().state_dict())
+    before = snapshot(layer)
+    x = batch(4)
+    x[1, 2, 0, 1] = value
+    layer(x)
+    assert_bitwise(snapshot(layer), before)
+
+
+# Checkpoints of memorized layers
+
+
+@pytest.mark.parametrize("memory_size", [1, 5, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_memorized_checkpoint_is_restored_bit_for_bit(memory_size, dtype):
+    source = trained(7, dtype, memory_size=memory_size)
+    source.set_strength(0.9)
+    layer = trained(2, dtype, memory_size=memory_size)
+    layer.load_state_dict(source.state_dict())
+    assert_bitwise(snapshot(layer), snapshot(source))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_smaller_memory_loads_what_it_would_have_remembered(steps, size):
+    layer = make(memory_size=size)
+    layer.load_state_dict(trained(steps, memory_size=5).state_dict())
+    assert_same_state(layer, trained(steps, memory_size=size), atol=1e-12)
+
+
+def test_a_smaller_memory_keeps_the_newest_entries_exactly():
+    source, layer = trained(5, memory_size=5), make(memory_size=2)
+    layer.load_state_dict(source.state_dict())
+    assert torch.equal(layer.memory_mean, source.memory_mean[:2])
+
+
+def test_a_smaller_memory_is_pooled_with_its_own_decay():
+    source, layer = trained(5, memory_size=5, decay=0.5), make(memory_size=2, decay=0.9)
+    layer.load_state_dict(source.state_dict())
+    rows = list(zip(source.memory_mean, source.memory_var, source.memory_count.tolist(), strict=True))
+    assert_pooled(layer, rows[0], (rows[1][0], rows[1][1], 0.9 * rows[1][2]))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4, 5])
+@pytest.mark.parametrize("size", [6, 8, None])
+def test_a_larger_memory_keeps_everything_and_goes_on_as_if_it_always_was(steps, size):
+    layer, always = make(memory_size=size), trained(steps, memory_size=size)
+    layer.load_state_dict(trained(steps, memory_size=5).state_dict())
+    for index in range(steps, steps + 5):
+        torch.testing.assert_close(layer(batch(index)), always(batch(index)), rtol=0, atol=1e-11)
+        keeps_all = size is None or index < size
+        if keeps_all:
+            assert_same_state(layer, always, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [8, None])
+def test_a_larger_memory_takes_the_pooled_statistics_over_bit_for_bit(size):
+    source, layer = trained(7, memory_size=5), make(memory_size=size)
+    layer.load_state_dict(source.state_dict())
+    pooled = ("running_mean", "running_var", "running_weight", "num_batches_tracked", "strength")
+    assert_bitwise({n: layer.state_dict()[n] for n in pooled}, {n: source.state_dict()[n] for n in pooled})
+
+
+def test_an_unlimited_memory_becomes_one_entry_of_a_limited_one():
+    source, layer = trained(7, memory_size=None), trained(5, memory_size=5)
+    layer.load_state_dict(source.state_dict())
+    assert layer.memory_count.tolist() == [source.running_weight.item(), 0, 0, 0, 0]
+
+
+def test_a_limited_memory_loaded_from_an_unlimited_one_goes_on_like_it_until_it_is_full():
+    source, layer = trained(7, memory_size=None), trained(5, memory_size=5)
+    layer.load_state_dict(source.state_dict())
+    for index in range(7, 11):
+        torch.testing.assert_close(layer(batch(index)), source(batch(index)), rtol=0, atol=1e-11)
+        pooled = ("running_mean", "running_var", "running_weight")
+        torch.testing.assert_close(
+            [layer.get_buffer(n) for n in pooled], [source.get_buffer(n) for n in pooled], rtol=0, atol=1e-11
+        )
+
+
+@pytest.mark.parametrize("memory_size", [2, 5, 8, None])
+def test_an_empty_memory_of_another_size_loads_with_the_statistics_that_stand_in(memory_size):
+    source = make(memory_size=4)
+    source.load_state_dict(plain().state_dict())
+    layer, expected = trained(memory_size=memory_size), make(memory_size=memory_size)
+    layer.load_state_dict(source.state_dict())
+    expected.load_state_dict(plain().state_dict())
+    assert_same_state(layer, expected)
+
+
+SOURCES = {
+    "plain": plain,
+    "without-counter": lambda dtype: old_style(plain(dtype).state_dict()),
+    "same-size": lambda dtype: trained(4, dtype),
+    "larger": lambda dtype: trained(7, dtype, memory_size=7),
+    "smaller": lambda dtype: trained(4, dtype, memory_size=2),
+    "unlimited": lambda dtype: trained(4, dtype, memory_size=None),
+}
+
+
+def checkpoint_of(source: Any, dtype: torch.dtype = torch.float32) -> Any:
+    made = source(dtype)
+    return made.state_dict() if isinstance(made, nn.Module) else made
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+def test_assigning_a_checkpoint_gives_the_state_that_copying_gives(source):
+    copied, assigned = trained(dtype=torch.float32), trained(dtype=torch.float32)
+    copied.load_state_dict(checkpoint_of(source))
+    assigned.load_state_dict(checkpoint_of(source), assign=True)
+    assert_bitwise(snapshot(assigned), snapshot(copied))
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+def test_assigning_a_checkpoint_brings_a_meta_layer_to_life(source):
+    copied = make(torch.float32)
+    copied.load_state_dict(checkpoint_of(source))
+    born = Layer(C, device="meta", memory_size=5, decay=DECAY, strength=STRENGTH)
+    born.load_state_dict(checkpoint_of(source), assign=True)
+    assert_bitwise(snapshot(born), snapshot(copied))
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+def test_a_meta_layer_brought_to_life_trains_like_any_other(source):
+    copied = make(torch.float32)
+    copied.load_state_dict(checkpoint_of(source))
+    born = Layer(C, device="meta", memory_size=5, decay=DECAY, strength=STRENGTH)
+    born.load_state_dict(checkpoint_of(source), assign=True)
+    for index in range(3):
+        copied(batch(index, torch.float32))
+        born(batch(index, torch.float32))
+    assert_bitwise(snapshot(born), snapshot(copied))
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+def test_statistics_of_a_narrowed_checkpoint_are_float32_again(source, assign):
+    layer = make(torch.float32)
+    layer.load_state_dict(narrowed(checkpoint_of(source)), assign=assign)
+    assert {layer.get_buffer(name).dtype for name in ("running_mean", "running_var", *MEMORY)} == {torch.float32}
+
+
+@pytest.mark.parametrize("source", [SOURCES["plain"], SOURCES["same-size"]], ids=["plain", "memorized"])
+def test_statistics_of_a_narrowed_checkpoint_have_its_values(source):
+    layer = make(torch.float32)
+    layer.load_state_dict(narrowed(checkpoint_of(source)), assign=True)
+    expected = checkpoint_of(source)["running_var"].half().float()
+    torch.testing.assert_close(layer.running_var, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_the_strength_of_a_narrowed_checkpoint_is_wide_again(assign):
+    layer = make(torch.float32)
+    layer.load_state_dict(narrowed(trained(dtype=torch.float32).state_dict()), assign=assign)
+    assert layer.strength.dtype in (torch.float32, torch.float64)
+
+
+def test_a_half_layer_takes_a_memorized_checkpoint_over_bit_for_bit():
+    source, layer = trained(4, torch.float32), make(torch.float32).half()
+    layer.load_state_dict(source.state_dict())
+    names = NAMES[2:]
+    assert_bitwise({n: layer.state_dict()[n] for n in names}, {n: source.state_dict()[n] for n in names})
+
+
+def test_a_layer_made_plain_has_the_keys_of_torchs_batch_norm():
+    state = memnorm.to_batchnorm(trained()).state_dict()
+    assert list(state) == list(nn.BatchNorm2d(C).state_dict())
+
+
+@pytest.mark.parametrize("memory_size", [5, None])
+def test_a_network_made_plain_loads_strictly_into_torchs_and_evaluates_the_same(memory_size):
+    net = memnorm.convert(small_net(), memory_size=memory_size)
+    for index in range(3):
+        net(images(4, seed=index))
+    x = images(5, seed=9)
+    expected = net.eval()(x)
+    stock = small_net(seed=1)
+    stock.load_state_dict(memnorm.to_batchnorm(net).state_dict(), strict=True)
+    torch.testing.assert_close(stock.eval()(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("source", [plain, trained], ids=["plain", "memorized"])
+def test_a_checkpoint_of_other_channels_is_refused_naming_both_numbers(source, assign):
+    layer = Layer(4)
+    with pytest.raises(RuntimeError, match=r"the checkpoint has shape \(3,\), the layer 4 channels"):
+        layer.load_state_dict(source().state_dict(), assign=assign)
+
+
+def test_a_refused_checkpoint_changes_nothing():
+    layer = trained()
+    before = snapshot(layer)
+    with pytest.raises(RuntimeError, match="channels"):
+        layer.load_state_dict(plain(channels=4).state_dict())
+    assert_bitwise(snapshot(layer), before)
+
+
+def test_a_checkpoint_without_the_layer_leaves_its_memory_alone():
+    net = nn.Sequential(nn.Conv2d(C, C, 1), trained(dtype=torch.float32))
+    before = snapshot(net[1])
+    net.load_state_dict(nn.Sequential(nn.Conv2d(C, C, 1)).state_dict(), strict=False)
+    assert_bitwise(snapshot(net[1]), before)
+
+
+def test_a_checkpoint_of_parameters_alone_leaves_the_memory_alone():
+    layer = trained()
+    before = {name: value for name, value in snapshot(layer).items() if name not in ("weight", "bias")}
+    layer.load_state_dict(dict(plain().named_parameters()), strict=False)
+    assert_bitwise({name: layer.state_dict()[name] for name in before}, before)
+
+
+def test_a_strict_load_still_reports_a_missing_memory_buffer():
+    checkpoint = trained().state_dict()
+    del checkpoint["memory_var"]
+    with pytest.raises(RuntimeError, match="memory_var"):
+        make().load_state_dict(checkpoint)
+
+
+# Resuming
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        F.cross_entropy(net(images(6, seed=step)), labels(6, seed=step)).backward()
+        optimizer.step()
+
+
+def session(memory_size: int | None, double: dict[str, Any] | None) -> tuple[Any, torch.optim.Optimizer, Any]:
+    net = memnorm.convert(small_net(), memory_size=memory_size)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return net, optimizer, None if double is None else memnorm.double_forward(net, optimizer, **double)
+
+
+@pytest.mark.parametrize("memory_size", [2, 20, None])
+@pytest.mark.parametrize(
+    "double", [None, {}, {"every": 2, "fraction": 0.5}], ids=["single", "double", "double-every-2-half"]
+)
+def test_a_run_resumed_from_a_checkpoint_repeats_the_straight_run_bit_for_bit(memory_size, double):
+    straight, optimizer, _handle = session(memory_size, double)
+    train(straight, optimizer, range(6))
+
+    net, optimizer, handle = session(memory_size, double)
+    train(net, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save([net.state_dict(), optimizer.state_dict(), handle and handle.state_dict()], file)
+    file.seek(0)
+    resumed, optimizer, handle = session(memory_size, double)
+    for part, state in zip((resumed, optimizer, handle), torch.load(file, weights_only=True), strict=True):
+        if part is not None:
+            part.load_state_dict(state)
+    train(resumed, optimizer, range(3, 6))
+    assert_same_state(resumed, straight)
+
+
+# Copies
+
+
+def by_saving(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": by_saving}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
+@pytest.mark.parametrize("memory_size", [5, None])
+def test_a_copy_goes_on_as_the_original_does(copied, memory_size):
+    layer = trained(memory_size=memory_size)
+    other = copied(layer)
+    for index in range(3, 6):
+        torch.testing.assert_close(other(batch(index)), layer(batch(index)), rtol=0, atol=0)
+    assert_same_state(other, layer)
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
+def test_a_copy_has_a_memory_of_its_own(copied):
+    layer = trained()
+    before = snapshot(layer)
+    copied(layer)(batch(5))
+    assert_bitwise(snapshot(layer), before)
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
+def test_a_copy_made_while_recording_is_off_records(copied):
+    layer = trained(3)
+    with memnorm.recording(layer, False):
+        other = copied(layer)
+        other(batch(3))
+    assert_same_state(other, trained(4))
+
+
+def test_share_memory_shares_every_parameter_and_buffer():
+    layer = trained().share_memory()
+    assert [name for name, value in layer.state_dict().items() if not value.is_shared()] == []
+
+
+def test_a_shared_layer_keeps_its_values_and_stays_shared_while_it_trains():
+    layer = trained(2).share_memory()
+    layer(batch(2))
+    assert_same_state(layer, trained(3))
+    assert all(value.is_shared() for value in layer.state_dict().values())
+
+
+def test_one_layer_in_two_places_keeps_one_memory():
+    layer = make()
+    net = nn.Sequential(layer, nn.ReLU(), nn.Sequential(layer))
+    x = batch(0)
+    hidden = net[:2](x).detach()
+    layer.reset_running_stats()
+    net(x)
+    torch.testing.assert_close(
+        layer.memory_mean[:2], torch.stack([hidden.mean((0, 2, 3)), x.mean((0, 2, 3))]), rtol=0, atol=1e-12
+    )
+    assert layer.memory_count.tolist() == [x.numel() / C] * 2 + [0.0] * 3
+
+
+def test_a_checkpoint_of_one_layer_in_two_places_is_restored_bit_for_bit():
+    def net(layer: Any) -> nn.Module:
+        return nn.Sequential(layer, nn.ReLU(), nn.Sequential(layer))
+
+    source, other = net(trained(3)), net(trained(1))
+    other.load_state_dict(source.state_dict())
+    assert_bitwise(snapshot(other), snapshot(source))
+
+
+# Beginning again
+
+
+def spoil(module: nn.Module) -> None:
+    """What to_empty may leave behind."""
+    with torch.no_grad():
+        for value in module.state_dict().values():
+            value.fill_(float("nan") if value.is_floating_point() else -1)
+
+
+@pytest.mark.parametrize("memory_size", [5, None])
+@pytest.mark.parametrize("dtype", [torch.half, torch.float32, torch.float64], ids=str)
+def test_a_layer_built_on_meta_emptied_and_reset_is_a_fresh_one(memory_size, dtype):
+    options = {"memory_size": memory_size, "strength": 0.1, "dtype": dtype}
+    layer = Layer(C, device="meta", **options).to_empty(device="cpu")
+    spoil(layer)
+    layer.reset_parameters()
+    assert_bitwise(snapshot(layer), snapshot(Layer(C, **options)))
+
+
+def test_a_network_converted_on_meta_emptied_and_reset_has_fresh_layers():
+    with torch.device("meta"):
+        net = memnorm.convert(nn.Sequential(nn.BatchNorm2d(C), nn.ReLU(), nn.BatchNorm2d(C)), strength=0.1)
+    net.to_empty(device="cpu")
+    spoil(net)
+    for layer in (net[0], net[2]):
+        layer.reset_parameters()
+        assert_bitwise(snapshot(layer), snapshot(Layer(C, strength=0.1)))
+
+
+def test_a_layer_emptied_from_meta_and_loaded_from_a_plain_checkpoint_has_its_own_strength():
+    layer = Layer(C, device="meta", strength=0.1).to_empty(device="cpu")
+    layer.load_state_dict(plain(torch.float32).state_dict())
+    assert layer.strength.item() == 0.1
+
+
+def test_a_layer_emptied_from_meta_and_loaded_from_a_plain_checkpoint_is_like_any_that_loaded_it():
+    options = {"memory_size": 5, "strength": 0.1}
+    layer, other = Layer(C, device="meta", **options).to_empty(device="cpu"), Layer(C, **options)
+    strength = layer.strength.clone()
+    spoil(layer)
+    layer.strength.copy_(strength)
+    for each in (layer, other):
+        each.load_state_dict(plain(torch.float32).state_dict())
+    assert_bitwise(snapshot(layer), snapshot(other))
+
+
+@pytest.mark.parametrize("memory_size", [5, None])
+def test_reset_memory_empties_the_memory_and_changes_nothing_else(memory_size):
+    layer = trained(memory_size=memory_size)
+    before = snapshot(layer)
+    layer.reset_memory()
+    emptied = {name: torch.zeros_like(value) if name in MEMORY else value for name, value in before.items()}
+    assert_bitwise(snapshot(layer), emptied)
+
+
+def test_reset_memory_does_not_change_eval():
+    layer = trained().eval()
+    x = batch(5)
+    before = layer(x)
+    layer.reset_memory()
+    torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
+
+
+def test_after_reset_memory_the_running_statistics_stand_in_as_those_of_a_plain_layer_do():
+    layer, other = trained(), make()
+    layer.reset_memory()
+    other.load_state_dict(memnorm.to_batchnorm(copy.deepcopy(layer)).state_dict())
+    torch.testing.assert_close(layer(batch(5)), other(batch(5)), rtol=0, atol=0)
+    assert_same_state(layer, other)
+
+
+@pytest.mark.parametrize("memory_size", [5, None])
+def test_reset_running_stats_makes_all_statistics_initial_and_keeps_parameters_and_strength(memory_size):
+    layer, fresh = trained(memory_size=memory_size), make(memory_size=memory_size)
+    layer.set_strength(0.9)
+    fresh.set_strength(0.9)
+    layer.reset_running_stats()
+    assert_bitwise(snapshot(layer), snapshot(fresh))
+
+
+@pytest.mark.parametrize("memory_size", [5, None])
+def test_reset_parameters_makes_everything_initial(memory_size):
+    layer = trained(memory_size=memory_size)
+    layer.set_strength(0.9)
+    layer.reset_parameters()
+    fresh = Layer(C, dtype=torch.float64, memory_size=memory_size, strength=STRENGTH)
+    assert_bitwise(snapshot(layer), snapshot(fresh))
+
+
+@pytest.mark.parametrize("reset", ["reset_running_stats", "reset_parameters"])
+def test_a_reset_layer_refuses_one_value_per_channel_again(reset):
+    layer = trained()
+    one = batch(0)[:1, :, :1, :1]
+    layer(one)
+    getattr(layer, reset)()
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer(one)
+
+
+# In place
+
+
+def steps(layer: Any) -> None:
+    for index in range(5):
+        layer(batch(index)).sum().backward()
+
+
+IN_PLACE = {
+    "training": steps,
+    "set_strength": lambda layer: layer.set_strength(0.2),
+    "reset_memory": Layer.reset_memory,
+    "reset_running_stats": Layer.reset_running_stats,
+    "reset_parameters": Layer.reset_parameters,
+    "load memorized": lambda layer: layer.load_state_dict(trained(6).state_dict()),
+    "load plain": lambda layer: layer.load_state_dict(plain().state_dict()),
+    "load smaller": lambda layer: layer.load_state_dict(trained(2, memory_size=2).state_dict()),
+    "load larger": lambda layer: layer.load_state_dict(trained(8, memory_size=9).state_dict()),
+    "load narrowed": lambda layer: layer.load_state_dict(narrowed(trained(6).state_dict())),
+    "to(cpu)": lambda layer: layer.to("cpu"),
+    "double()": nn.Module.double,
+    "share_memory": nn.Module.share_memory,
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE.keys())
+def test_every_buffer_stays_the_same_tensor(change):
+    layer = trained()
+    before = dict(layer.named_buffers())
+    change(layer)
+    assert [name for name, buffer in layer.named_buffers() if buffer is not before[name]] == []
+
+
+@pytest.mark.parametrize("name", [name for name in IN_PLACE if name != "share_memory"])
+def test_every_buffer_stays_where_it_is_in_memory(name):
+    layer = trained()
+    before = {key: buffer.data_ptr() for key, buffer in layer.named_buffers()}
+    IN_PLACE[name](layer)
+    assert {key: buffer.data_ptr() for key, buffer in layer.named_buffers()} == before
