@@ -1,0 +1,89 @@
+"""Layers with a memory, and comparisons of their buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import leaf, randomize
+from torch import Tensor, nn
+
+import memnorm
+
+Layer = memnorm.MemorizedBatchNorm2d
+
+
+C, DECAY, STRENGTH = 3, 0.7, 0.3
+
+
+NAMES = [
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+    "running_weight",
+    "memory_mean",
+    "memory_var",
+    "memory_count",
+    "strength",
+]
+
+
+MEMORY = ("running_weight", "memory_mean", "memory_var", "memory_count")
+
+
+def batch(index: int, dtype: torch.dtype = torch.float64, *, channels: int = C) -> Tensor:
+    """Data of another size for every index, so that counts tell batches apart."""
+    return leaf((3 + index, channels, 4, 2), seed=index, dtype=dtype).detach()
+
+
+def make(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    layer = Layer(C, dtype=dtype, **{"memory_size": 5, "decay": DECAY, "strength": STRENGTH, **options})
+    randomize(layer, seed=7)
+    return layer
+
+
+def trained(steps: int = 3, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """A memorized layer that has recorded the batches 0, 1, …"""
+    layer = make(dtype, **options)
+    for index in range(steps):
+        layer(batch(index, dtype))
+    return layer
+
+
+def plain(dtype: torch.dtype = torch.float64, *, steps: int = 3, channels: int = C) -> nn.BatchNorm2d:
+    """A batch norm of torch, with statistics and parameters that no memorized layer of these tests has."""
+    layer = nn.BatchNorm2d(channels, dtype=dtype)
+    randomize(layer, seed=30)
+    for index in range(steps):
+        layer(2 * batch(10 + index, dtype, channels=channels) + 1)
+    return layer
+
+
+def snapshot(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def assert_bitwise(state: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(state) == list(other)
+    torch.testing.assert_close(state, other, rtol=0, atol=0, equal_nan=True)
+
+
+def narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
+
+
+@pytest.fixture
+def half_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.half)
+    yield
+    torch.set_default_dtype(before)
+
+
+def steps(layer: Any) -> None:
+    for index in range(5):
+        layer(batch(index)).sum().backward()

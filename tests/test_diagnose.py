@@ -1,0 +1,303 @@
+"""diagnose: its numbers, its table and its verdict."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from estimating import (
+    DATA,
+    NORMS,
+    Keyword,
+    Partial,
+    assert_condition,
+    batch_norms,
+    condition,
+    deep_net,
+    each_norm,
+    mixed_net,
+    moments,
+    not_finite,
+)
+from support import images, randn
+from torch import nn
+
+import memnorm
+from memnorm import diagnose, recalibrate
+from memnorm.errors import NothingToRecord
+
+
+def rms(x):
+    return float(x.square().mean().sqrt())
+
+
+def layer_and_batches(build, *, size=5, count=4, **options):
+    """One layer without affine map, its statistics off from those of the batches it will see."""
+    layer = build(3, affine=False, eps=1e-3, dtype=torch.float64, **options)
+    for step in range(3):
+        layer(2 * randn(6, 3, seed=80 + step) + 1)
+    return nn.Sequential(layer), list((randn(count * size, 3, seed=0) + torch.arange(3.0)).split(size))
+
+
+BUILDS = {"plain": nn.BatchNorm1d, "memorized": memnorm.MemorizedBatchNorm1d}
+
+
+each_build = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+
+
+def distance(a, b, eps):
+    """Shift in deviations and logarithm of the ratio of deviations, as one length per channel."""
+    (mean_a, var_a), (mean_b, var_b) = a, b
+    return torch.hypot((mean_a - mean_b) / (var_b + eps).sqrt(), ((var_a + eps) / (var_b + eps)).log() / 2)
+
+
+@each_build
+def test_batch_noise_is_the_distance_of_batch_moments_from_those_of_all_batches(build):
+    model, batches = layer_and_batches(build)
+    population = moments(torch.cat(batches))
+    expected = rms(torch.stack([distance(moments(batch), population, 1e-3) for batch in batches]))
+    assert diagnose(model, batches, show=False).layers[0].batch_noise == pytest.approx(expected, abs=1e-12)
+
+
+@each_build
+def test_staleness_is_the_distance_of_running_statistics_from_what_the_layer_sees(build):
+    model, batches = layer_and_batches(build)
+    expected = rms(distance((model[0].running_mean, model[0].running_var), moments(torch.cat(batches)), 1e-3))
+    assert diagnose(model, batches, show=False).layers[0].staleness == pytest.approx(expected, abs=1e-12)
+
+
+def outputs_in_both_modes(model, batches):
+    model = copy.deepcopy(model)
+    for layer in batch_norms(model).values():
+        layer.recording = False
+    trained = torch.cat([copy.deepcopy(model).train()(batch) for batch in batches])
+    return trained, torch.cat([model.eval()(batch) for batch in batches])
+
+
+@each_build
+def test_disagreement_is_the_difference_of_normalised_values_in_both_modes(build):
+    model, batches = layer_and_batches(build)
+    trained, evaluated = outputs_in_both_modes(model, batches)
+    expected = rms(trained - evaluated)
+    assert diagnose(model, batches, show=False).layers[0].disagreement == pytest.approx(expected, abs=1e-12)
+
+
+@each_build
+def test_output_disagreement_is_relative_to_the_output_in_eval_mode(build):
+    model, batches = layer_and_batches(build)
+    trained, evaluated = outputs_in_both_modes(model, batches)
+    expected = rms(trained - evaluated) / rms(evaluated)
+    assert diagnose(model, batches, show=False).output_disagreement == pytest.approx(expected, abs=1e-12)
+
+
+@each_build
+def test_changed_predictions_are_a_share_of_all_rows(build):
+    model, batches = layer_and_batches(build, size=2, count=10)
+    trained, evaluated = outputs_in_both_modes(model, batches)
+    expected = (trained.argmax(1) != evaluated.argmax(1)).double().mean().item()
+    assert diagnose(model, batches, show=False).changed_predictions == expected
+    assert 0 < expected < 1
+
+
+def test_there_are_no_predictions_without_scores():
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    assert diagnose(model, [images(4, seed=0)], show=False).changed_predictions is None
+
+
+def test_the_diagnosis_names_layers_kinds_and_sizes():
+    net = nn.Sequential(deep_net(NORMS["plain"]), nn.Linear(3, 4).double(), deep_net(NORMS["memorized"]))
+    result = diagnose(net, DATA.split([9, 20]), show=False)
+    assert result.batches == 2
+    assert [(d.name, d.kind, d.values_per_batch) for d in result.layers] == [
+        (name, type(layer).__name__, 14.5) for name, layer in batch_norms(net).items()
+    ]
+
+
+@each_norm
+def test_nothing_is_stale_after_an_exact_recalibration(norm):
+    net = deep_net(norm)
+    assert max(d.staleness for d in diagnose(net, [DATA], show=False).layers) > 0.1
+    recalibrate(net, [DATA], passes="exact")
+    assert max(d.staleness for d in diagnose(net, DATA.split([4, 25]), show=False).layers) < 1e-9
+
+
+@each_norm
+def test_larger_batches_are_less_noisy(norm):
+    net, data = deep_net(norm), randn(256, 4, seed=5)
+    noise = [[d.batch_noise for d in diagnose(net, data.split(n), show=False).layers] for n in (2, 16, 128)]
+    assert all(a > b > c for a, b, c in zip(*noise, strict=True))
+
+
+def test_a_filled_memory_brings_training_and_eval_closer_than_plain_batch_norm_at_batch_2():
+    """Both with the statistics of the same training forwards, both diagnosed on the same pairs."""
+    batches = randn(80, 3, 4, 4, seed=6).split(2)
+    disagreement = {}
+    for name, build in (("plain", nn.BatchNorm2d), ("memorized", memnorm.MemorizedBatchNorm2d)):
+        layer = build(3, dtype=torch.float64)
+        for batch in batches[:30]:
+            layer(batch)
+        disagreement[name] = diagnose(layer, batches[30:], show=False).layers[0].disagreement
+    assert disagreement["memorized"] < 0.5 * disagreement["plain"]
+
+
+def test_a_diagnosis_is_printed(capsys):
+    result = diagnose(deep_net(NORMS["plain"]), [DATA])
+    assert capsys.readouterr().out == f"{result}\n"
+
+
+def test_a_diagnosis_is_not_printed_with_show_off(capsys):
+    diagnose(deep_net(NORMS["plain"]), [DATA], show=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_printed_diagnosis_is_a_table_and_the_verdict():
+    result = diagnose(deep_net(NORMS["plain"]), [DATA], show=False)
+    lines = str(result).splitlines()
+    first = result.layers[0]
+    assert [line.split()[0] for line in lines[2:5]] == ["1", "4", "7"]
+    assert lines[2].split() == [
+        "1",
+        "BatchNorm1d",
+        "29",
+        *(f"{number:.3f}" for number in (first.batch_noise, first.staleness, first.disagreement)),
+    ]
+    assert lines[-1] == result.verdict
+
+
+class Damped(nn.Module):
+    """A norm whose output hardly matters."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+
+    def forward(self, x):
+        return x + 1e-3 * self.norm(x)
+
+
+class Averaged(Damped):
+    """A norm of which only the average is used: exactly zero in training mode, not so in eval mode."""
+
+    def forward(self, x):
+        return self.norm(x).mean(0)
+
+
+def settled(model, data):
+    recalibrate(model, [data], passes="exact")
+    return model
+
+
+LOTS = randn(4096, 4, seed=8)
+
+
+VERDICTS = {
+    "nothing": (lambda: settled(Damped(), LOTS), LOTS.split(1024), set()),
+    "noisy": (lambda: settled(Damped(), LOTS[:64]), LOTS[:64].split(4), {"noisy"}),
+    "stale": (lambda: settled(Damped(), LOTS + 1), LOTS.split(1024), {"stale"}),
+    "disagree": (lambda: settled(Averaged(), LOTS), LOTS.split(1024), {"disagree"}),
+    "everything": (lambda: settled(nn.BatchNorm1d(4).double(), LOTS + 1), LOTS[:64].split(4), None),
+}
+
+
+@pytest.mark.parametrize(("build", "batches", "words"), VERDICTS.values(), ids=VERDICTS)
+def test_the_verdict_says_what_is_wrong_and_nothing_else(build, batches, words):
+    words = {"noisy", "stale", "disagree"} if words is None else words
+    verdict = diagnose(build(), batches, show=False).verdict
+    assert {word for word in ("noisy", "stale", "disagree") if re.search(rf"\b{word}\b", verdict)} == words
+    assert verdict.startswith("Nothing unusual") == (not words)
+
+
+@pytest.mark.filterwarnings("ignore::memnorm.MemnormWarning")
+def test_the_verdict_on_a_batch_that_is_not_finite_is_not_that_nothing_is_unusual():
+    model = settled(Damped(), LOTS)
+    assert "Nothing unusual" not in diagnose(model, [*LOTS.split(1024), not_finite(math.nan)], show=False).verdict
+
+
+def test_the_verdict_names_the_worst_layer():
+    net = settled(deep_net(NORMS["plain"]), DATA)
+    net[4].running_mean.add_(1000)
+    verdict = diagnose(net, [DATA], show=False).verdict
+    assert re.search(r"Running statistics are stale: in 4 they are \d{2,}\.\d\d standard deviations", verdict)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_a_diagnosis_leaves_everything_as_before(training):
+    net = mixed_net()
+    if not training:
+        net.eval()
+    before = condition(net)
+    diagnose(net, DATA.split(10), show=False)
+    assert_condition(net, before)
+
+
+def test_a_diagnosis_that_fails_leaves_everything_as_before():
+    net = mixed_net()
+    before = condition(net)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        diagnose(net, [DATA, DATA[:, :3]], show=False)
+    assert_condition(net, before)
+
+
+def test_a_diagnosis_leaves_no_gradient():
+    net = deep_net(NORMS["memorized"])
+    seen = []
+    diagnose(net, [DATA], show=False, forward=lambda model, batch: seen.append(model(batch)) or seen[-1])
+    assert not any(output.requires_grad for output in seen)
+
+
+def test_dropout_is_off_in_a_diagnosis():
+    model = settled(nn.Sequential(nn.BatchNorm1d(4).double(), nn.Dropout(0.5)), DATA)
+    assert diagnose(model, [DATA], show=False).output_disagreement < 1e-9
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda y: {"logits": y, "steps": 3}, lambda y: (y, None), lambda y: [{"a": (y,)}, torch.tensor(1)]],
+    ids=["dict", "tuple", "nested"],
+)
+def test_outputs_may_be_nested(wrap):
+    class Wrapped(Keyword):
+        def forward(self, x):
+            return wrap(self.net(x))
+
+    net = deep_net(NORMS["plain"])
+    expected = diagnose(net, DATA.split(10), show=False)
+    result = diagnose(Wrapped(net), DATA.split(10), show=False)
+    assert result.output_disagreement == expected.output_disagreement > 0
+    assert result.changed_predictions == expected.changed_predictions
+
+
+def test_a_model_without_tensors_in_its_output_has_no_output_disagreement():
+    def call_only(model, batch):
+        model(batch)
+
+    result = diagnose(deep_net(NORMS["plain"]), [DATA], show=False, forward=call_only)
+    assert (result.output_disagreement, result.changed_predictions) == (0.0, None)
+
+
+def test_layers_that_were_not_reached_are_not_diagnosed():
+    assert [d.name for d in diagnose(Partial(), [DATA], show=False).layers] == ["used"]
+
+
+def test_layers_that_run_in_training_mode_only_are_not_diagnosed():
+    class Auxiliary(Partial):
+        def forward(self, x):
+            return self.used(self.unused(x) if self.used.training else x)
+
+    assert [d.name for d in diagnose(Auxiliary(), [DATA], show=False).layers] == ["used"]
+
+
+def test_an_iterator_of_batches_can_be_diagnosed():
+    net = deep_net(NORMS["plain"])
+    assert diagnose(net, iter(DATA.split(10)), show=False) == diagnose(net, DATA.split(10), show=False)
+
+
+def test_a_diagnosis_without_batches_is_refused_in_words():
+    with pytest.raises(NothingToRecord, match="diagnose: there is no batch; pass a few, of the size used in training"):
+        diagnose(deep_net(NORMS["plain"]), [])
+
+
+def test_a_diagnosis_that_reaches_no_norm_is_refused_in_words():
+    with pytest.raises(NothingToRecord, match="no batch norm was reached"):
+        diagnose(deep_net(NORMS["plain"]), [DATA], forward=lambda model, batch: batch)
