@@ -149,7 +149,8 @@ def population(
             count += 1
     if moments:
         for name, times in left_out.most_common(1):
-            warn(f"{times} batches are not finite in {name!r} and were left out")
+            subject = "1 batch is" if times == 1 else f"{times} batches are"
+            warn(f"{subject} not finite in {name or 'the layer'} and left out")
         return Population(moments, count, max(calls.values()))
     if left_out:
         raise NothingToRecord("no batch is finite where it reaches a batch norm: look at the data, and at the weights")

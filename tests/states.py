@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from support import leaf, randomize
 from torch import Tensor, nn
@@ -74,14 +72,6 @@ def assert_bitwise(state: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 def narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
-
-
-@pytest.fixture
-def half_by_default() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.half)
-    yield
-    torch.set_default_dtype(before)
 
 
 def steps(layer: Any) -> None:

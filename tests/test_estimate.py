@@ -307,6 +307,13 @@ def test_a_batch_that_is_not_finite_is_left_out_with_a_warning(norm, value):
     torch.testing.assert_close(statistics(net), statistics(expected), rtol=0, atol=0)
 
 
+def test_a_batch_whose_variance_overflows_is_left_out_with_a_warning():
+    layer = nn.BatchNorm1d(4).double()
+    with pytest.warns(MemnormWarning, match="not finite"):
+        recalibrate(layer, [DATA, not_finite(1e300)])
+    torch.testing.assert_close((layer.running_mean, layer.running_var), moments(DATA), rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize(
     "call",
     [

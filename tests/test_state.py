@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -65,6 +66,14 @@ def test_no_cast_narrows_a_buffer_below_float32(cast, dtype):
 def test_a_layer_built_narrow_has_statistics_in_float32(dtype):
     layer = Layer(C, dtype=dtype)
     assert {layer.get_buffer(name).dtype for name in ("running_mean", "running_var", *MEMORY)} == {torch.float32}
+
+
+@pytest.fixture
+def half_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.half)
+    yield
+    torch.set_default_dtype(before)
 
 
 @pytest.mark.usefixtures("half_by_default")
