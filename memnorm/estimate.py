@@ -150,7 +150,7 @@ def population(
     if moments:
         for name, times in left_out.most_common(1):
             subject = "1 batch is" if times == 1 else f"{times} batches are"
-            warn(f"{subject} not finite in {name or 'the layer'} and left out")
+            warn(f"{subject} not finite in {repr(name) if name else 'the layer'}: left out")
         return Population(moments, count, max(calls.values()))
     if left_out:
         raise NothingToRecord("no batch is finite where it reaches a batch norm: look at the data, and at the weights")

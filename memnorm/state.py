@@ -126,10 +126,9 @@ def _resize_memory(layer: MemorizedBatchNorm, state: MutableMapping[str, Any], p
 
 
 def widen(layer: MemorizedBatchNorm) -> None:
-    """After `load_state_dict(assign=True)`: what a narrowed checkpoint brought is wide again."""
-    for name in STATISTICS:
-        buffer = layer._buffers[name]
-        if buffer is not None:
-            layer._buffers[name] = buffer.to(statistics_dtype(buffer.dtype))
+    """After `load_state_dict(assign=True)`: whatever the checkpoint brought, statistics are wide and of one dtype."""
+    if layer.running_mean is not None:
+        dtype = statistics_dtype(layer.running_mean.dtype)
+        layer._buffers.update({name: layer.get_buffer(name).to(dtype) for name in STATISTICS})
     if layer.strength is not None and layer.strength.device.type != "mps":
         layer.strength = layer.strength.double()

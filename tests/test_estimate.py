@@ -301,7 +301,7 @@ def test_another_number_of_passes_is_refused_in_words(passes):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_batch_that_is_not_finite_is_left_out_with_a_warning(norm, value):
     net, expected = deep_net(norm), deep_net(norm)
-    with pytest.warns(MemnormWarning, match="1 batches are not finite in '1' and were left out"):
+    with pytest.warns(MemnormWarning, match="1 batch is not finite in '1': left out"):
         recalibrate(net, [DATA[:15], not_finite(value), DATA[15:]])
     recalibrate(expected, [DATA[:15], DATA[15:]])
     torch.testing.assert_close(statistics(net), statistics(expected), rtol=0, atol=0)
