@@ -67,7 +67,8 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
     """Replace every memorized layer of `model` in place by the plain batch norm that evaluates the same, and return the
     model.
 
-    The result has torch's own classes (or those the layers came from) and needs nothing of memnorm. Convert a copy,
+    The result has torch's own classes (timm's, where a layer came from there) and needs nothing of memnorm. In a
+    half-precision model the statistics are rounded to its dtype, as batch norm's are. Convert a copy,
     `to_batchnorm(deepcopy(model))`, to go on training the original. A Double-Forward attached to the model is removed.
     """
     _refuse_wrapped(model, "to_batchnorm")

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -145,6 +145,11 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         self.register_buffer("strength", scalar(strength, device))
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):  # a leaf for torch.fx, as torch's own layers are
+            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
+        return self._forward(input)
+
+    def _forward(self, input: Tensor) -> Tensor:
         self._check_input(input)
         if not (self.training and self.track_running_stats) or self.running_mean is None:
             return self._plain_forward(input)

@@ -1,11 +1,12 @@
 """Look-alikes are converted with what they do, or left alone and named."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from converting import BatchNormAct2d, FrozenBatchNorm2d, assert_bitwise, evaluated, seasoned
-from support import LAYERS, SHAPES, assert_same_output_and_gradients, leaf
+from support import assert_same_state, images, leaf
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -236,3 +237,20 @@ def test_other_norms_are_none_of_our_business():
     memnorm.convert(model)
     assert model[0] is before[0]
     assert model[1] is before[1]
+
+
+def test_a_norm_with_activation_still_belongs_to_its_own_class():
+    """Its library's tools go by that class; as a mere BatchNorm2d they would replace it and drop the activation."""
+    layer = memnorm.convert(BatchNormAct2d(4))
+    assert isinstance(layer, BatchNormAct2d)
+    assert isinstance(layer, memnorm.MemorizedBatchNorm2d)
+
+
+def test_a_converted_norm_with_activation_survives_pickling():
+    model = memnorm.convert(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4)))
+    model(images(4, seed=0))
+    copied = pickle.loads(pickle.dumps(model))
+    assert type(copied[1]) is type(model[1])
+    x = images(4, seed=1)
+    torch.testing.assert_close(copied(x), model(x), rtol=0, atol=0)
+    assert_same_state(copied, model)

@@ -106,7 +106,7 @@ def test_imports_go_one_way():
         "norms.mbn",
         "norms",
     ]
-    order += ["double_forward", "convert", "schedule", "estimate", "diagnose"]
+    order += ["capture", "double_forward", "convert", "schedule", "estimate", "diagnose"]
     package = Path(memnorm.__file__).parent
     for position, name in enumerate(order):
         path = package / (name.replace(".", "/") + ".py")

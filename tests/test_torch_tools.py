@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from converting import BatchNormAct2d
 from support import assert_same_state, images, labels, leaf, randn, randomize, small_net
 from tooling import Layer, double
 from torch import Tensor, nn
@@ -329,3 +330,16 @@ def test_under_autocast_gradients_are_those_of_float32_to_the_precision_of_bfloa
     (wide(expected) * probe).sum().backward()
     torch.testing.assert_close(x.grad.float(), expected.grad, rtol=0.02, atol=0.02)
     torch.testing.assert_close(layer.weight.grad, wide.weight.grad, rtol=0.02, atol=0.2)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, BatchNormAct2d], ids=["plain", "with activation"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_torch_fx_takes_a_memorized_layer_for_a_leaf(norm, training):
+    net = memnorm.convert(small_net(norm)).train(training)
+    traced = torch.fx.symbolic_trace(copy.deepcopy(net))
+    for seed in range(3):
+        x = images(4, seed=seed)
+        torch.testing.assert_close(traced(x), net(x), rtol=0, atol=0)
+    assert {node.target for node in traced.graph.nodes if node.op == "call_module"} >= {"1", "4"}
+    for name, value in net.state_dict().items():
+        assert torch.equal(traced.state_dict()[name], value), name

@@ -6,6 +6,7 @@ the contents of its `__dict__`; the way back drops what was added and restores t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,7 +55,10 @@ class MemorizedBatchNormNd(MemorizedBatchNorm2d):
 
 
 class MemorizedBatchNormAct2d(MemorizedBatchNorm2d):
-    """In place of a batch norm with a `drop` and an `act` layer of its own behind it, such as timm's BatchNormAct2d."""
+    """In place of a batch norm with a `drop` and an `act` layer of its own behind it, such as timm's BatchNormAct2d.
+
+    Its instances also belong to the class they came from (`_with_activation`), by which its library recognises them.
+    """
 
     _source_class: type[_BatchNorm]
     drop: nn.Module
@@ -64,8 +68,21 @@ class MemorizedBatchNormAct2d(MemorizedBatchNorm2d):
     def plain_class(self) -> type[_BatchNorm]:  # type: ignore[override]
         return self._source_class
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self.act(self.drop(super().forward(input)))
+    def _forward(self, input: Tensor) -> Tensor:
+        return self.act(self.drop(super()._forward(input)))
+
+    def __reduce__(self) -> Any:
+        return _new_with_activation, (self._source_class,), self.__getstate__()
+
+
+@functools.cache
+def _with_activation(source: Any) -> type[MemorizedBatchNormAct2d]:
+    return type("MemorizedBatchNormAct2d", (MemorizedBatchNormAct2d, source), {"__module__": __name__})
+
+
+def _new_with_activation(source: Any) -> MemorizedBatchNormAct2d:
+    cls = _with_activation(source)
+    return cls.__new__(cls)
 
 
 def memorize(layer: _BatchNorm, **options: Any) -> MemorizedBatchNorm:
@@ -87,7 +104,8 @@ def memorize(layer: _BatchNorm, **options: Any) -> MemorizedBatchNorm:
 
 def _memorized_class(layer: _BatchNorm) -> type[MemorizedBatchNorm]:
     if has_activation(layer):
-        return MemorizedBatchNormAct2d
+        source: Any = type(layer)
+        return _with_activation(source)
     for plain, memorized in (
         (nn.BatchNorm1d, MemorizedBatchNorm1d),
         (nn.BatchNorm2d, MemorizedBatchNorm2d),
