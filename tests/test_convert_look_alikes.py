@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from converting import BatchNormAct2d, FrozenBatchNorm2d, assert_bitwise, evaluated, seasoned
-from support import assert_same_state, images, leaf
+from support import LAYERS, SHAPES, assert_same_output_and_gradients, assert_same_state, images, leaf
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
