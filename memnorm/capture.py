@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from memnorm.errors import OptionError
 from memnorm.layers import Recording
 from memnorm.replay import Surroundings
 
@@ -23,17 +25,17 @@ class Batch:
         self.surroundings = surroundings
         self.observed = False  # whether a backward through the output would be noticed
         self.reached = False  # whether one was
-        self.accumulated = False  # whether it left gradients in the parameters
+        self.differentiated = False  # whether its gradient can be differentiated again, as in a gradient penalty
+        self.accumulated = False  # whether its gradient is in the parameters
+        self.used = False  # whether an optimizer has stepped with it
 
     def part(self, fraction: float, generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs, or a random part of them along the batch dimension."""
-        tensors = [
-            leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0
-        ]
-        if fraction == 1 or not tensors:
+        if fraction == 1:
             return self.args, self.kwargs
-        size = tensors[0].shape[0]
-        chosen = torch.randperm(size, generator=generator)[: max(1, round(fraction * size))].sort().values
+        size = self._batch_size()
+        kept = max(min(2, size), round(fraction * size))  # two, for a variance
+        chosen = torch.randperm(size, generator=generator)[:kept].sort().values
 
         def take(leaf: Any) -> Any:
             shares = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
@@ -41,6 +43,32 @@ class Batch:
 
         args, kwargs = tree_map(take, (self.args, self.kwargs))
         return args, kwargs
+
+    def _batch_size(self) -> int:
+        """Of the first tensor that is an argument, or an entry of a dictionary that is one. A list may be anything."""
+        arguments = [*self.args, *self.kwargs.values()]
+        flat = [value for one in arguments for value in (one.values() if isinstance(one, Mapping) else [one])]
+        sizes = [value.shape[0] for value in flat if isinstance(value, Tensor) and value.dim() > 0]
+        if not sizes:
+            raise OptionError(
+                "double_forward: fraction needs a tensor with a batch dimension among the model's arguments; "
+                f"got {', '.join(type(one).__name__ for one in arguments) or 'none'}. Leave fraction at 1."
+            )
+        return sizes[0]
+
+
+class Backward:
+    """A backward pass: the batches whose outputs it has reached, and the gradients there were before it."""
+
+    def __init__(self, gradients: list[Tensor | None]) -> None:
+        self.batches: list[Batch] = []
+        self._before = gradients
+        self._versions = [None if gradient is None else gradient._version for gradient in gradients]
+
+    def changed(self, gradients: list[Tensor | None]) -> bool:
+        """Whether any of the parameters has another gradient now."""
+        now = [None if gradient is None else gradient._version for gradient in gradients]
+        return now != self._versions or any(a is not b for a, b in zip(gradients, self._before, strict=True))
 
 
 def _copy(leaf: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from memnorm import norms
 from memnorm.double_forward import detach
-from memnorm.errors import NothingToConvert, OptionError, WrappedModelError, warn
+from memnorm.errors import NothingToConvert, OptionError, WrappedModelError, check_module, warn
 from memnorm.layers import MemorizedBatchNorm
 from memnorm.norms.mbn import has_activation, plain
 from memnorm.text import table
@@ -46,6 +46,7 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
         norm: a name of `memnorm.norms.available()`, or a function `(num_features, **options)` that returns a module.
         options: for "mbn": `memory_size`, `decay`, `strength`, `prior_weight`, `prior_from_init`.
     """
+    check_module(model, "convert")
     _refuse_wrapped(model, "convert")
     if not (isinstance(norm, str) or callable(norm)):
         raise OptionError(f"convert: norm must be a name or a function (num_features, **options); got {norm!r}")
@@ -71,6 +72,7 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
     half-precision model the statistics are rounded to its dtype, as batch norm's are. Convert a copy,
     `to_batchnorm(deepcopy(model))`, to go on training the original. A Double-Forward attached to the model is removed.
     """
+    check_module(model, "to_batchnorm")
     _refuse_wrapped(model, "to_batchnorm")
     layers = [layer for layer in model.modules() if isinstance(layer, MemorizedBatchNorm)]
     if not layers:
@@ -87,12 +89,30 @@ def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Mod
         for name, child in parent._modules.items():
             if child in new:
                 parent._modules[name] = new[child]
+        _replace_in_containers(parent, new)
     for replacement in new.values():
         hooks: Iterable[Any] = replacement._load_state_dict_pre_hooks.values()
         for hook in hooks:
             if getattr(hook, "with_module", False):
                 hook.module = weakref.ref(replacement)  # torch refers to the layer that goes
     return new.get(model, model)
+
+
+def _replace_in_containers(parent: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
+    """Lists, tuples and dictionaries that a module keeps its layers in besides registering them."""
+
+    def fresh(value: Any) -> Any:
+        return new.get(value, value) if isinstance(value, nn.Module) else value
+
+    for name, value in vars(parent).items():
+        if name.startswith("_"):
+            continue
+        if type(value) is list:
+            value[:] = map(fresh, value)
+        elif type(value) is dict:
+            value.update({key: fresh(one) for key, one in value.items()})
+        elif type(value) is tuple and any(isinstance(one, nn.Module) for one in value):
+            parent.__dict__[name] = tuple(map(fresh, value))
 
 
 def why_not(layer: nn.Module) -> str | None:
@@ -203,6 +223,7 @@ class Summary:
 
 def summary(model: nn.Module) -> Summary:
     """What each norm layer of `model` is: memorized (with its memory), plain, or left alone and why."""
+    check_module(model, "summary")
     rows = []
     for name, module in model.named_modules():
         is_norm = isinstance(module, _BatchNorm) or _is_look_alike(module) or "Norm" in type(module).__name__

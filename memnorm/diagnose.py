@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from memnorm.errors import NothingToRecord
+from memnorm.errors import NothingToRecord, OptionError
 from memnorm.estimate import Forward, Layers, _call, _norms_in, _tracking_layers, _watched, population, rms
 from memnorm.functional import Moments, merge
 from memnorm.layers import MemorizedBatchNorm
@@ -76,6 +76,8 @@ def diagnose(
     apart (`disagreement`). For plain and memorized batch norm alike. The model is left as it was; dropout is off
     throughout.
     """
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise OptionError(f"diagnose: expected an iterable of batches, got {type(batches).__name__}: put it in a list")
     call = forward or _call
     batches = list(batches)
     if not batches:
@@ -160,12 +162,8 @@ def _disagreement(train: list[list[Tensor]], evaluated: list[list[Tensor]]) -> t
     """Relative difference of the outputs, and the share of predictions that differ if the outputs are scores (N,
     classes).
     """
-    pairs = [
-        (a, b)
-        for one, other in zip(train, evaluated, strict=True)
-        for a, b in zip(one, other, strict=True)
-        if a.shape == b.shape
-    ]
+    same = [(one, other) for one, other in zip(train, evaluated, strict=True) if len(one) == len(other)]
+    pairs = [(a, b) for one, other in same for a, b in zip(one, other, strict=True) if a.shape == b.shape]
     if not pairs:
         return 0.0, None
     gap = rms(a - b for a, b in pairs) / max(rms(b for _, b in pairs), 1e-12)

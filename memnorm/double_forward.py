@@ -22,8 +22,17 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memnorm.capture import Batch, Hook, drop_inert_hooks
-from memnorm.errors import DTypeError, MemnormError, NothingToRecord, OptionError, warn
+from memnorm.capture import Backward, Batch, Hook, drop_inert_hooks
+from memnorm.errors import (
+    DTypeError,
+    MemnormError,
+    NothingToRecord,
+    OptionError,
+    check_module,
+    is_number,
+    is_whole,
+    warn,
+)
 from memnorm.layers import Recording
 from memnorm.recompute import inside_backward, inside_function
 from memnorm.replay import Surroundings, nothing_records, recorders, replay
@@ -82,7 +91,11 @@ class DoubleForward:
         self._pending: list[Batch] = []
         self._running: Batch | None = None
         self._muted: list[Recording] = []
-        self._forwards = self._forwards_at_last_step = self._blind_steps = 0
+        self._own = {id(parameter) for parameter in model.parameters()}
+        self._backwards: dict[int, Backward] = {}  # by autograd's number of the running task
+        self._forwards = self._forwards_at_last_step = self._forwards_since_step = self._forwards_counted = 0
+        self._blind_steps = 0
+        self._proven, self._fruitless = False, 0
         self._recorded_at_start = _batches_recorded(model)
         self._take_charge(model)
         self._handles = [
@@ -167,21 +180,32 @@ class DoubleForward:
 
     def _on_backward(self, batch: Batch) -> None:
         """Backward reaches the output of `batch`. If every gradient is cleared by now, earlier ones are lost."""
-        if not batch.accumulated:
-            if any(other.accumulated for other in self._pending) and self._gradients_are_cleared():
-                self._pending = [other for other in self._pending if not other.accumulated]
-            batch.reached = True
-            Variable._execution_engine.queue_callback(self._after_backward)
+        task = torch._C._current_graph_task_id()
+        if task not in self._backwards:
+            gradients = self._gradients()
+            if all(gradient is None for gradient in gradients):
+                self._drop_cleared()
+            self._backwards[task] = Backward(gradients)
+            Variable._execution_engine.queue_callback(lambda: self._after_backward(task))
+        batch.reached = True
+        batch.differentiated |= torch.is_grad_enabled()  # create_graph: a later backward may go through its gradient
+        self._backwards[task].batches.append(batch)
 
-    def _after_backward(self) -> None:
-        """Gradients that are there now are those of all batches reached; `autograd.grad` for a penalty leaves none."""
-        if not self._gradients_are_cleared():
-            for batch in self._pending:
-                batch.accumulated |= batch.reached
+    def _after_backward(self, task: int) -> None:
+        """Which batches have their gradient in the parameters now. An `autograd.grad` for an attack leaves none."""
+        backward = self._backwards.pop(task, None)
+        if backward is not None and backward.changed(self._gradients()):
+            penalties = [batch for batch in self._pending if batch.differentiated]
+            for batch in (*backward.batches, *penalties):
+                batch.accumulated = True
 
-    def _gradients_are_cleared(self) -> bool:
+    def _drop_cleared(self) -> None:
+        """Forget batches whose gradients were cleared before any step."""
+        self._pending = [batch for batch in self._pending if batch.used or not batch.accumulated]
+
+    def _gradients(self) -> list[Tensor | None]:
         groups = [group for one in self._optimizers for group in one.param_groups]
-        return all(parameter.grad is None for group in groups for parameter in group["params"])
+        return [parameter.grad for group in groups for parameter in group["params"] if id(parameter) in self._own]
 
     def _drop_skipped_batches(self) -> None:
         """A `GradScaler` makes its per-optimizer states anew in every update(): an update without a step means that the
@@ -195,6 +219,8 @@ class DoubleForward:
         """Let each evaluation of a closure start from the batches seen before the step, so that only the last one's
         remain.
         """
+        if all(gradient is None for gradient in self._gradients()):
+            self._drop_cleared()
         outside = list(self._pending)
 
         def restarting(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -211,35 +237,65 @@ class DoubleForward:
         return None
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        found_inf = getattr(
-            optimizer, "found_inf", None
-        )  # how a GradScaler tells a fused optimizer to skip inside its step
+        self._forwards_since_step = 0
+        found_inf = getattr(optimizer, "found_inf", None)  # how a GradScaler tells a fused optimizer to skip
         if found_inf is not None and bool(found_inf):
             self._pending = []
             return
+        for task in list(self._backwards):  # a step inside backward, as gradients arrive
+            self._after_backward(task)
         self._check_sight()
+        for batch in self._pending:
+            batch.used |= batch.accumulated
         again = id(optimizer) in self._stepped
         self._stepped.add(id(optimizer))
         if again or self._stepped >= {id(one) for one in self._optimizers}:
             self._stepped = {id(optimizer)} if again else set()
-            self.steps += 1
+            self.steps += self._forwards > self._forwards_counted  # of several optimizers, a later one adds no step
+            self._forwards_counted = self._forwards
             self._replay_pending()
 
     def _replay_pending(self) -> None:
         """Replay what went into the step. A backward that was seen shows which batches did; else it must be all."""
         pending, self._pending = self._pending, []
         if any(batch.reached for batch in pending):
-            pending = [batch for batch in pending if batch.reached or not batch.observed]
+            pending = [batch for batch in pending if batch.accumulated or not batch.observed]
         model = self._model()
-        if model is not None:
-            generator = torch.Generator().manual_seed(self.steps)
-            for batch in pending:
+        if model is None:
+            return
+        generator = torch.Generator().manual_seed(self.steps)
+        for batch in pending:
+            batch.layers = [layer for layer in batch.layers if layer.training]
+            if batch.layers:
                 args, kwargs = batch.part(self.fraction, generator)
-                replay(model, args, kwargs, batch.surroundings, batch.layers)
+                self._replay(model, batch, args, kwargs)
+
+    def _replay(self, model: nn.Module, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        before = None if self._proven else _batches_recorded(model)
+        try:
+            replay(model, args, kwargs, batch.surroundings, batch.layers)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"memnorm: in the second forward, after step {self.steps}, which itself is done")
+            raise
+        if before is not None:
+            self._prove(model, before)
+
+    def _prove(self, model: nn.Module, before: dict[str, int]) -> None:
+        """See once that the second forward reaches layers; reads the device until it has."""
+        self._proven = _batches_recorded(model) != before
+        self._fruitless += not self._proven
+        if self._fruitless == 3:
+            warn(
+                f"double_forward: {self._fruitless} second forwards of {type(model).__name__} have recorded nothing. "
+                "Its memorized layers are not the ones that run (kept elsewhere than among its modules?), or every "
+                "batch is not finite."
+            )
 
     def _check_bound(self, module: nn.Module) -> None:
-        if len(self._pending) >= self.max_pending:
-            self._pending = []
+        self._forwards_since_step += 1
+        if self._forwards_since_step > self.max_pending:
+            self._pending, self._forwards_since_step = [], 0
             raise MemnormError(
                 f"double_forward: {self.max_pending} training forwards of {type(module).__name__} without a step of "
                 "its optimizer. If the loop accumulates more batches than that, raise max_pending; if another "
@@ -251,7 +307,7 @@ class DoubleForward:
         model = self._model()
         if model is not None and not recorders(model):
             raise NothingToRecord(f"double_forward: {nothing_records(model)}")
-        if model is not None and self._forwards == 0:
+        if model is not None and self._forwards == 0 and any(gradient is not None for gradient in self._gradients()):
             raise NothingToRecord(_blind(model, self._recorded_at_start))
         self._blind_steps = self._blind_steps + 1 if self._forwards == self._forwards_at_last_step else 0
         self._forwards_at_last_step = self._forwards
@@ -308,12 +364,13 @@ def _common_parent(names: list[str]) -> str:
 
 def _check_arguments(model: nn.Module, optimizers: list[Any], every: int, fraction: float, max_pending: int) -> None:
     for optimizer in optimizers or [None]:
-        if not hasattr(optimizer, "register_step_post_hook"):
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise DTypeError(
                 "double_forward: expected a torch.optim.Optimizer, or several in a list; "
-                f"got {type(optimizer).__name__}"
+                f"got {type(optimizer).__name__}. Of a wrapper, pass the optimizer inside."
             )
-    if not recorders(model):
+    check_module(model, "double_forward")
+    if not any(getattr(layer, "running_mean", True) is not None for layer in recorders(model).values()):
         raise NothingToRecord(f"double_forward: {nothing_records(model)}")
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -322,9 +379,9 @@ def _check_arguments(model: nn.Module, optimizers: list[Any], every: int, fracti
                 f"double_forward: the {type(optimizer).__name__} holds no parameter of {type(model).__name__}; pass "
                 "the optimizer that trains it"
             )
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not is_whole(every) or every < 1:
         raise OptionError(f"double_forward: every must be a positive number of steps; got {every!r}")
-    if not 0 < fraction <= 1:
+    if not is_number(fraction) or not 0 < fraction <= 1:
         raise OptionError(f"double_forward: fraction must lie in (0, 1]; got {fraction!r}")
-    if max_pending < 1:
+    if not is_whole(max_pending) or max_pending < 1:
         raise OptionError(f"double_forward: max_pending must be positive; got {max_pending!r}")

@@ -6,8 +6,11 @@ Every error is a `MemnormError`, hence a `RuntimeError`; the ones about a value 
 
 from __future__ import annotations
 
+import numbers
 import sys
 import warnings
+
+from torch import nn
 
 
 class MemnormError(RuntimeError):
@@ -48,3 +51,18 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, MemnormWarning, stacklevel=level)
+
+
+def check_module(model: object, caller: str) -> None:
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}: make an instance of it" if isinstance(model, type) else type(model).__name__
+        raise DTypeError(f"{caller}: expected a torch.nn.Module, got {got}")
+
+
+def is_number(value: object) -> bool:
+    """A real number of Python or numpy; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

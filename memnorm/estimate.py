@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from memnorm.errors import NothingToRecord, OptionError, warn
+from memnorm.errors import NothingToRecord, OptionError, check_module, is_whole, warn
 from memnorm.functional import Moments, batch_moments, merge
 from memnorm.layers import MemorizedBatchNorm, Recording
 from memnorm.replay import buffers_restored
@@ -78,7 +78,7 @@ def recalibrate(
             'recalibrate: passes="exact" goes through the batches repeatedly, and an iterator is used up at once; '
             "pass a list"
         )
-    if max_passes is not None and max_passes < 1:
+    if max_passes is not None and (not is_whole(max_passes) or max_passes < 1):
         raise OptionError(f"recalibrate: max_passes must be positive; got {max_passes!r}")
     layers = _tracking_layers(model, "recalibrate")
     call = forward or _call
@@ -142,6 +142,10 @@ def population(
         else:
             moments[name] = merge(moments[name], seen) if name in moments else seen
 
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise OptionError(
+            f"expected an iterable of batches, got {type(batches).__name__}: put a single batch in a list"
+        )
     count = 0
     with _norms_in(model, layers, training=training), _watched(layers, collect):
         for batch in batches:
@@ -203,6 +207,7 @@ def _norms_in(model: nn.Module, layers: Layers, *, training: bool) -> Iterator[N
 
 def _tracking_layers(model: nn.Module, caller: str) -> Layers:
     """Batch norms with running statistics, except those the user froze."""
+    check_module(model, caller)
     layers = {
         name: layer
         for name, layer in model.named_modules()
@@ -255,18 +260,18 @@ class Statistics:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._kept = [
-            (layer, buffer, buffer.clone())
+            (layer, name, buffer.clone())
             for layer in layers
-            for buffer in layer._buffers.values()
+            for name, buffer in layer._buffers.items()
             if buffer is not None
         ]
 
     @torch.no_grad()
     def restore(self) -> None:
-        for layer, buffer, value in self._kept:
-            buffer.copy_(value)
+        for layer, name, value in self._kept:
+            layer.get_buffer(name).copy_(value)
             if isinstance(layer, MemorizedBatchNorm):
-                layer._seasoned = False
+                layer._seasoned = None
 
 
 class Adaptation:

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from memnorm.errors import DTypeError, InputError, OptionError
+from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole
 from memnorm.functional import (
     Moments,
     batch_moments,
@@ -91,7 +91,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
     memory_count: Tensor
     strength: Tensor
     _plain_dtype: torch.dtype  # of a plain batch norm's statistics in place of this layer
-    _seasoned: bool = False  # whether there is known to be something to merge a batch with
+    _seasoned: int | None = None  # version of the strength with which there was something to merge a batch with
     _shift_between_means: bool = True  # False is the paper's Eq. 4, for its ablation
 
     def __init__(
@@ -127,9 +127,9 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
     ) -> None:
         """Add the memory to a layer that is a batch norm already."""
         _check_options(memory_size, decay, strength, prior_weight)
-        self.memory_size, self.decay = memory_size, decay
-        self.prior_weight, self.prior_from_init = prior_weight, prior_from_init
-        self._initial_strength = strength
+        self.memory_size = None if memory_size is None else int(memory_size)
+        self.decay, self._initial_strength, self.prior_weight = float(decay), float(strength), float(prior_weight)
+        self.prior_from_init = bool(prior_from_init)
         if self.running_mean is None or self.running_var is None:
             for name in ("running_weight", *SLOTS, "strength"):
                 self.register_buffer(name, None)
@@ -200,9 +200,8 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         """W, where nothing is recorded yet the weight of the statistics that stand in. Tensors all the way: no host
         sync, no branch.
         """
-        return torch.where(
-            self.running_weight == 0, self._stands_in() * (self.prior_weight * count), self.running_weight
-        )
+        prior = self._stands_in().to(self.running_weight.dtype) * (self.prior_weight * count)
+        return torch.where(self.running_weight == 0, prior, self.running_weight)
 
     def _stands_in(self) -> Tensor:
         trained: Tensor = (self.running_mean != 0).any() | (self.running_var != 1).any()
@@ -222,7 +221,6 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         """Make `batch` the newest remembered one and pool the memory again. Every buffer changes in place; a batch that
         is not finite changes none.
         """
-        finite = (batch.mean.isfinite() & batch.var.isfinite()).all()
         batch = Moments(batch.mean.to(self.running_mean.dtype), batch.var.to(self.running_mean.dtype), batch.weight)
         weight = self._weight_now(batch.weight)
         slots = self._shifted(batch, weight)
@@ -232,8 +230,9 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
                 Moments(self.running_mean, self.running_var, weight * fade), batch, shift=self._shift_between_means
             )
         else:
-            age = torch.arange(self.memory_size, device=finite.device, dtype=self.memory_count.dtype)
+            age = torch.arange(self.memory_size, device=weight.device, dtype=self.memory_count.dtype)
             pooled = pool(slots[0], slots[1], slots[2] * self.decay**age, shift=self._shift_between_means)
+        finite = (pooled.mean.isfinite() & pooled.var.isfinite()).all()
         old = [self.get_buffer(name) for name in (STATISTICS if slots else POOLED)]
         new = [torch.where(finite, value, buffer) for value, buffer in zip((*pooled, *slots), old, strict=True)]
         # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU, which running_weight may be.
@@ -259,7 +258,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         """Forget the remembered batches. Eval does not change: the running statistics stay, and stand in for the memory
         as trained ones do.
         """
-        self._seasoned = False
+        self._seasoned = None
         for name in ("running_weight", *SLOTS):
             if self._buffers.get(name) is not None:
                 self.get_buffer(name).zero_()
@@ -300,18 +299,22 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
                 f"{tuple(x.shape)}; channels are dimension 1)"
             )
         if not x.is_floating_point():
-            raise DTypeError(f"{self._name}: expected floating-point input, got {x.dtype}: convert it with .float()")
+            advice = "" if x.is_complex() else ": convert it with .float()"
+            raise DTypeError(f"{self._name}: expected real floating-point input, got {x.dtype}{advice}")
 
     def _require_statistics(self, x: Tensor) -> None:
         """One value per channel has no variance of its own: there must be something to merge it with.
 
         Reads the device, in this rare case only, and not again once the answer was yes.
         """
-        if torch.compiler.is_compiling() or self._seasoned or self.prior_from_init:
+        if torch.compiler.is_compiling():
             return
-        if self.momentum is not None and bool((self.running_weight > 0) | self._stands_in()):
-            self._seasoned = True
-            return
+        if self.momentum is not None:
+            if self._seasoned == self.strength._version:
+                return
+            if bool(self.strength * self._weight_now(1) > 0):
+                self._seasoned = self.strength._version
+                return
         raise InputError(
             f"{self._name}: Expected more than 1 value per channel when training, got input size {tuple(x.shape)}, "
             "and the memory is empty. Begin with a larger batch, load trained statistics, or pass "
@@ -341,7 +344,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        self._seasoned = False
+        self._seasoned = None
         mismatch = channel_mismatch(self, state_dict, prefix)
         if mismatch is not None:
             error_msgs.append(mismatch)
@@ -355,27 +358,21 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
 
 def _check_options(memory_size: int | None, decay: float, strength: float, prior_weight: float) -> None:
-    if memory_size is not None and (
-        isinstance(memory_size, bool) or not isinstance(memory_size, int) or memory_size < 1
-    ):
+    if memory_size is not None and (not is_whole(memory_size) or memory_size < 1):
         raise OptionError(
             f"memory_size must be a positive number of batches, or None for all of them; got {memory_size!r}"
         )
-    if not _is_number(decay) or not 0 < decay <= 1:
+    if not is_number(decay) or not 0 < decay <= 1:
         raise OptionError(f"decay must lie in (0, 1]; got {decay!r}")
     check_strength(strength)
-    if not _is_number(prior_weight) or not 0 <= prior_weight < math.inf:
+    if not is_number(prior_weight) or not 0 <= prior_weight < math.inf:
         raise OptionError(f"prior_weight must be zero or a positive number of batches; got {prior_weight!r}")
 
 
 def check_strength(strength: float) -> float:
-    if not _is_number(strength) or not 0 <= strength <= 1:
+    if not is_number(strength) or not 0 <= strength <= 1:
         raise OptionError(f"strength must lie in [0, 1]; got {strength!r}")
     return float(strength)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class MemorizedBatchNorm1d(MemorizedBatchNorm, nn.BatchNorm1d):

@@ -12,8 +12,10 @@ order of the autograd nodes.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,7 +29,21 @@ BOUND = 64
 
 
 def inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    """Whether autograd runs this forward again, unless it is a forward of our own for an optimizer inside backward."""
+    return torch._C._current_graph_task_id() != -1 and not getattr(_thread, "deliberate", False)
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def deliberate() -> Iterator[None]:
+    """Within the context, forwards are no recomputations wherever they run."""
+    _thread.deliberate = True
+    try:
+        yield
+    finally:
+        _thread.deliberate = False
 
 
 def inside_function() -> bool:

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from memnorm.errors import NothingToRecord
 from memnorm.layers import Recording
+from memnorm.recompute import deliberate
 
 
 def recorders(model: nn.Module) -> dict[str, Recording]:
@@ -109,6 +110,7 @@ def replay(
         raise NothingToRecord(f"rerecord: {nothing_records(model)}")
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(deliberate())
         stack.enter_context(recording(inner, False))
         for layer in layers:
             layer.recording = True

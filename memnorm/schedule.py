@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from memnorm.errors import NothingToRecord, OptionError
+from memnorm.errors import NothingToRecord, OptionError, check_module, is_number, is_whole
 from memnorm.layers import MemorizedBatchNorm, check_strength
 
 
@@ -40,7 +40,8 @@ class StrengthSchedule:
         milestones: Sequence[float] = (0.4, 0.6),
         values: Sequence[float] = (0.1, 0.5, 0.9),
     ) -> None:
-        if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
+        check_module(model, "StrengthSchedule")
+        if not is_whole(total_steps) or total_steps < 1:
             raise OptionError(f"StrengthSchedule: total_steps must be a positive number of steps; got {total_steps!r}")
         if len(values) != len(milestones) + 1:
             raise OptionError(
@@ -48,7 +49,7 @@ class StrengthSchedule:
                 f"and one after the last; got {len(values)} values"
             )
         self._model = model
-        self.total_steps = total_steps
+        self.total_steps = int(total_steps)
         self.milestones = [_in_steps(milestone, total_steps) for milestone in milestones]
         self.values = [check_strength(value) for value in values]
         if sorted(self.milestones) != self.milestones:
@@ -90,9 +91,9 @@ class StrengthSchedule:
 
 def _in_steps(milestone: float, total_steps: int) -> int:
     """The first step at or after the milestone."""
-    if isinstance(milestone, int) and not isinstance(milestone, bool) and milestone >= 0:
-        return milestone
-    if isinstance(milestone, float) and 0 <= milestone <= 1:
+    if is_whole(milestone) and milestone >= 0:
+        return int(milestone)
+    if is_number(milestone) and not is_whole(milestone) and 0 <= milestone <= 1:
         return math.ceil(milestone * total_steps - 1e-9 * total_steps)
     raise OptionError(
         "StrengthSchedule: a milestone is a fraction of training in [0, 1] or a whole number of steps; "

@@ -384,13 +384,13 @@ def test_fraction_takes_distinct_rows_that_change_from_step_to_step():
     assert len(chosen) > 3
 
 
-def test_fraction_takes_at_least_one_image():
+def test_fraction_takes_at_least_two_images():
     model = classifier()
     optimizer = momentum_sgd(model)
     memnorm.double_forward(model, optimizer, fraction=0.1)
     shapes = count_forwards(model)
     classify(model, optimizer, seed=1)
-    assert [shape[0] for shape in shapes] == [4, 1]
+    assert [shape[0] for shape in shapes] == [4, 2]
 
 
 def test_a_resumed_run_goes_on_alike():

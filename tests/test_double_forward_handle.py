@@ -164,10 +164,12 @@ def test_when_only_a_child_is_called_the_error_names_it():
         optimizer.step()
 
 
-def test_a_step_before_any_forward_is_an_error():
+def test_a_step_with_gradients_before_any_forward_is_an_error():
     model = transparent_net()
     optimizer = sgd(model)
     memnorm.double_forward(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     with pytest.raises(NothingToRecord, match=r"Sequential itself was never called \(none of its layers ran"):
         optimizer.step()
 
