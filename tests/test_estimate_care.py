@@ -19,12 +19,12 @@ from estimating import (
     moments,
     statistics,
 )
-from support import assert_same_state, randn
+from support import assert_same_state, images, randn, small_net
 from torch import nn
 
 import memnorm
 from memnorm import adapt, diagnose, recalibrate
-from memnorm.errors import InputError
+from memnorm.errors import DTypeError, InputError, OptionError
 from memnorm.functional import memorized_batch_norm
 
 
@@ -254,3 +254,31 @@ def test_one_value_per_channel_is_refused_again_after_reverting_to_an_untrained_
         layer(DATA[:1])
     with pytest.raises(InputError, match="Expected more than 1 value per channel"):
         layer(DATA[:1])
+
+
+def test_adapt_reverts_in_a_model_that_was_cast_meanwhile():
+    model = memnorm.convert(small_net())
+    model(images(8, seed=0))
+    before = {name: value.double() for name, value in model.state_dict().items()}
+    with memnorm.adapt(model, [images(8, seed=1) + 3]):
+        model.double()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.double(), before[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tool", [memnorm.recalibrate, memnorm.diagnose, memnorm.adapt], ids=lambda tool: tool.__name__)
+@pytest.mark.parametrize("batches", [images(4, seed=0), None], ids=["tensor", "None"])
+def test_what_is_no_collection_of_batches_is_refused_in_words(tool, batches):
+    with pytest.raises(OptionError, match="expected an iterable of batches"):
+        tool(small_net(), batches)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [memnorm.convert, memnorm.to_batchnorm, memnorm.summary, lambda model: memnorm.recalibrate(model, [])],
+    ids=["convert", "to_batchnorm", "summary", "recalibrate"],
+)
+@pytest.mark.parametrize("model", [nn.BatchNorm2d, "net", None], ids=str)
+def test_what_is_no_module_is_refused_in_words(call, model):
+    with pytest.raises(DTypeError, match=r"expected a torch.nn.Module, got"):
+        call(model)

@@ -1,5 +1,6 @@
 """What holds for a memorized layer at any point of a training: identities, derivatives, layouts, dtypes, refusals."""
 
+import numpy as np
 import pytest
 import torch
 from support import LAYERS, SHAPES, assert_same_output_and_gradients, leaf, randn, twins
@@ -391,3 +392,41 @@ def test_the_reference_sees_whole_batches():
         rtol=0,
         atol=1e-12,
     )
+
+
+@pytest.mark.parametrize("options", [{"strength": 0.0}, {"prior_weight": 0.0}], ids=str)
+def test_one_value_per_channel_needs_a_memory_that_weighs_something(options):
+    layer = memnorm.MemorizedBatchNorm1d(3, **options)
+    layer.running_mean.fill_(0.5)
+    with pytest.raises(InputError, match="more than 1 value per channel"):
+        layer(torch.randn(1, 3))
+
+
+def test_one_value_per_channel_is_refused_again_when_the_strength_drops_to_zero():
+    layer = memnorm.MemorizedBatchNorm1d(3)
+    layer(torch.randn(4, 3))
+    assert layer(torch.randn(1, 3)).isfinite().all()
+    layer.set_strength(0.0)
+    with pytest.raises(InputError, match="more than 1 value per channel"):
+        layer(torch.randn(1, 3))
+
+
+def test_a_batch_that_would_overflow_the_pooled_variance_is_not_recorded():
+    layer = memnorm.MemorizedBatchNorm1d(2, memory_size=None)
+    layer(torch.randn(4, 2))
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer(torch.full((4, 2), 1e25))
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_the_weight_of_trained_statistics_is_exact_in_float64():
+    layer = memnorm.MemorizedBatchNorm1d(2, prior_weight=0.3, dtype=torch.float64)
+    layer.running_mean.fill_(0.5)
+    layer(randn(7, 2, seed=0))
+    assert layer.memory_count[1].item() == 0.3 * 7
+
+
+def test_numbers_of_numpy_are_numbers():
+    layer = memnorm.MemorizedBatchNorm2d(3, memory_size=np.int64(4), decay=np.float32(0.5), strength=np.float64(0.25))
+    assert (layer.memory_size, layer.decay, float(layer.strength)) == (4, 0.5, 0.25)
