@@ -31,20 +31,21 @@ def render() -> dict[Path, str]:
 def evidence(record: dict) -> str:
     errors = record["error_percent"]
     count = len(next(iter(errors.values())))
+    data, batch_size, *_ = record["protocol"].split(", ")
     rows = [
         f"| {arm} | {statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} |" for arm, values in errors.items()
     ]
     return "\n".join(
         [
-            f"| {record['protocol'].split(', ')[0]}, {record['protocol'].split(', ')[1]} | test error in %, mean ± sd (n = {count}) |",
+            f"| {data}, {batch_size} | test error in %, mean ± sd (n = {count}) |",
             "|---|---|",
             *rows,
             "",
             "![Test error of each seed](docs/figures/digits.svg)",
             "",
             f"{verdict(errors)} ({record['protocol']}; no arm tuned; commit {record['commit']}, {record['date']}, "
-            f"torch {record['torch']}, {record['machine']}; `make demo` repeats it.) The paper's own headline is another experiment, "
-            f"not rerun here yet: CIFAR-10, ResNet-56, batch size 8, BN {PAPER['BN']} %, MBN-2 {PAPER['MBN-2']} %.",
+            f"torch {record['torch']}, {record['machine']}; `make demo` repeats it.) The paper's own headline is another "
+            f"experiment, not rerun here yet: CIFAR-10, ResNet-56, batch size 8, BN {PAPER['BN']} %, MBN-2 {PAPER['MBN-2']} %.",
         ]
     )
 
