@@ -44,8 +44,9 @@ def evidence(record: dict) -> str:
             "![Test error of each seed](docs/figures/digits.svg)",
             "",
             f"{verdict(errors)} ({record['protocol']}; no arm tuned; commit {record['commit']}, {record['date']}, "
-            f"torch {record['torch']}, {record['machine']}; `make demo` repeats it.) The paper's own headline is another "
-            f"experiment, not rerun here yet: CIFAR-10, ResNet-56, batch size 8, BN {PAPER['BN']} %, MBN-2 {PAPER['MBN-2']} %.",
+            f"torch {record['torch']}, {record['machine']}; `make demo` repeats it.) The paper's headline is another "
+            "experiment, not rerun here yet: CIFAR-10, ResNet-56, batch size 8, "
+            f"BN {PAPER['BN']} %, MBN-2 {PAPER['MBN-2']} %.",
         ]
     )
 
