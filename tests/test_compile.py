@@ -10,6 +10,7 @@ from torch import nn
 import memnorm
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_training_is_the_eager_one_and_compiles_once(backend):
     """Gradients first of all: a compiled graph may recompute in backward what it reads from buffers changed since."""
