@@ -67,7 +67,7 @@ def figure(record: dict) -> str:
     errors = record["error_percent"]
     top = 2 * (max(max(values) for values in errors.values()) // 2 + 1)
     left, width, row = 70, 560, 44
-    height = row * len(errors) + 40
+    height = row * len(errors) + 48
 
     def x(value: float) -> float:
         return left + value / top * (width - left - 20)
