@@ -242,8 +242,10 @@ class DoubleForward:
         if found_inf is not None and bool(found_inf):
             self._pending = []
             return
-        for task in list(self._backwards):  # a step inside backward, as gradients arrive
-            self._after_backward(task)
+        if inside_backward():  # a step as gradients arrive: the callback would come too late
+            for task in list(self._backwards):
+                self._after_backward(task)
+        self._backwards.clear()  # of a backward that raised, the callback never comes
         self._check_sight()
         for batch in self._pending:
             batch.used |= batch.accumulated

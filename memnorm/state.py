@@ -61,9 +61,8 @@ def _moved_strength(
         return moved if moved.dtype == strength.dtype else strength
     if after.device.type == "mps":
         return after.float()
-    if (
-        strength.is_meta and not after.is_meta
-    ):  # to_empty leaves garbage, and a plain checkpoint brings no strength to replace it
+    if strength.is_meta and not after.is_meta:
+        # to_empty leaves garbage, and a plain checkpoint brings no strength to replace it
         return scalar(layer._initial_strength, after.device)
     return strength.to(after.device)
 

@@ -41,10 +41,9 @@ def test_code_block_runs(block, tmp_path, monkeypatch):
     exec(compile(block, "block", "exec"), namespace)
     if "deploy" in namespace:
         assert {type(module).__module__.split(".")[0] for module in namespace["deploy"].modules()} == {"torch"}
-    else:
-        assert all(
-            int(layer.num_batches_tracked) == 1 for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)
-        ) or ("rerecord" not in block)
+    if "rerecord" in block:
+        norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+        assert [int(layer.num_batches_tracked) for layer in norms] == [1, 1]
 
 
 def test_every_quoted_code_line_of_the_equations_stands_in_its_file():

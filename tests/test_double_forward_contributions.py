@@ -73,6 +73,16 @@ def test_gradients_cleared_just_before_the_step_are_not_in_it():
     assert_remembers(model)
 
 
+def test_a_batch_whose_backward_raised_is_not_recorded():
+    model, optimizer, _ = attached()
+    raising = model[1].weight.register_hook(lambda _gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(1)).mean().backward()
+    raising.remove()
+    train(model, optimizer, [batch(2)])
+    assert_remembers(model, batch(2))
+
+
 def test_an_optimizer_that_steps_inside_backward_is_followed_by_a_second_forward():
     model, optimizer, _ = attached()
     last = next(iter(model.parameters()))  # the first layer's gradient arrives last
