@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first command creates. Needs Python 3.10 or newer (tested: 3.11) and the package index.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-SOURCES := $(shell find memnorm -name '*.py') memnorm/py.typed pyproject.toml README.md LICENSE
+SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2') memnorm/py.typed pyproject.toml README.md LICENSE
 
 .PHONY: test test-full demo lint format clean
 
@@ -12,7 +12,7 @@ test-full: .venv/installed lint
 	$(BIN)/python tests/full.py
 
 demo: .venv/installed
-	$(BIN)/python examples/demo.py
+	$(BIN)/memnorm demo
 
 lint: .venv/dependencies
 	$(BIN)/ruff check .
@@ -25,7 +25,7 @@ format: .venv/dependencies
 
 .venv/dependencies: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch mypy numpy pytest pytest-xdist ruff scikit-learn
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[lab,dev]'
 	touch $@
 
 # The tests run against an installed wheel, not against the source tree.

@@ -17,7 +17,8 @@ from memnorm import norms
 from memnorm.double_forward import detach
 from memnorm.errors import NothingToConvert, OptionError, WrappedModelError, check_module, warn
 from memnorm.layers import MemorizedBatchNorm
-from memnorm.norms.mbn import has_activation, plain
+from memnorm.norms.base import RunningNorm, has_activation, restored
+from memnorm.norms.mbn import plain
 from memnorm.text import table
 
 STOCK_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, _BatchNorm)
@@ -39,18 +40,24 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
     mode, device, hooks and sharing are kept, and `convert(model).eval()` computes what `model.eval()` did. Layers that
     are more than a batch norm are converted with what they do (timm's BatchNormAct2d), or left alone and named in a
     warning (frozen, lazy or parametrized norms, subclasses with a forward of their own). Layers that are memorized
-    already get the options that are given and keep their memory.
+    already get the options that are given and keep their memory; layers of other norms count as the batch norm they
+    came from.
 
     Args:
         model: anything but a model already wrapped for distributed training.
         norm: a name of `memnorm.norms.available()`, or a function `(num_features, **options)` that returns a module.
-        options: for "mbn": `memory_size`, `decay`, `strength`, `prior_weight`, `prior_from_init`.
+        options: for "mbn": `memory_size`, `decay`, `strength`, `prior_weight`, `prior_from_init`; for others, see
+            their page in `docs/norms/`.
     """
     check_module(model, "convert")
     _refuse_wrapped(model, "convert")
     if not (isinstance(norm, str) or callable(norm)):
         raise OptionError(f"convert: norm must be a name or a function (num_features, **options); got {norm!r}")
-    build = norms.get(norm).replace if isinstance(norm, str) else _from_factory(norm)
+    entry = norms.get(norm) if isinstance(norm, str) else None
+    build = _from_factory(norm) if callable(norm) else norms.get(norm).replace
+    reason = entry.refuse(model) if entry and entry.refuse else None
+    if reason:
+        raise OptionError(f"convert: norm {norm!r} cannot be put into {type(model).__name__}: {reason}")
     wanted = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) or _is_look_alike(layer)
     }
@@ -58,15 +65,18 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     if len(skipped) == len(wanted):
         raise NothingToConvert(_nothing_to_convert(model, skipped))
-    new = {layer: build(layer, **options) for name, layer in wanted.items() if name not in skipped}
+    new = {layer: build(_original(layer, norm), **options) for name, layer in wanted.items() if name not in skipped}
     if skipped:
         warn(f"convert left alone: {_listing(skipped)}")
-    return replace_modules(model, new)
+    converted = replace_modules(model, new)
+    if entry and entry.surgery:
+        entry.surgery(converted, options)
+    return converted
 
 
 def to_batchnorm(model: nn.Module) -> nn.Module:
     """Replace every memorized layer of `model` in place by the plain batch norm that evaluates the same, and return the
-    model.
+    model. So for the other norms that are batch norm in eval mode, such as "brn" or "ghost".
 
     The result has torch's own classes (timm's, where a layer came from there) and needs nothing of memnorm. In a
     half-precision model the statistics are rounded to its dtype, as batch norm's are. Convert a copy,
@@ -74,13 +84,22 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
     """
     check_module(model, "to_batchnorm")
     _refuse_wrapped(model, "to_batchnorm")
-    layers = [layer for layer in model.modules() if isinstance(layer, MemorizedBatchNorm)]
+    layers = [layer for layer in model.modules() if isinstance(layer, (MemorizedBatchNorm, RunningNorm))]
     if not layers:
         raise NothingToConvert(
             f"to_batchnorm: {type(model).__name__} has no memorized layer; it is a plain model already"
         )
     detach(model)
-    return replace_modules(model, {layer: plain(layer) for layer in layers})
+    return replace_modules(model, {layer: _original(layer, None) for layer in layers})
+
+
+def _original(layer: Any, norm: Any) -> Any:
+    """What `norm` takes the place of: of a layer that was converted before, the plain batch norm that evaluates the
+    same. "mbn" itself renews the options of memorized layers.
+    """
+    if isinstance(layer, MemorizedBatchNorm):
+        return layer if norm == "mbn" else plain(layer)
+    return restored(layer) if isinstance(layer, RunningNorm) else layer
 
 
 def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -117,7 +136,9 @@ def _replace_in_containers(parent: nn.Module, new: dict[nn.Module, nn.Module]) -
 
 def why_not(layer: nn.Module) -> str | None:
     """The reason to leave a norm alone, or None if it can be replaced without losing anything it does."""
-    if isinstance(layer, MemorizedBatchNorm) or (has_activation(layer) and "forward" not in layer.__dict__):
+    if isinstance(layer, (MemorizedBatchNorm, RunningNorm)) or (
+        has_activation(layer) and "forward" not in layer.__dict__
+    ):
         return None
     if isinstance(layer, torch.jit.ScriptModule):
         return "scripted; convert before torch.jit.script"
@@ -222,7 +243,9 @@ class Summary:
 
 
 def summary(model: nn.Module) -> Summary:
-    """What each norm layer of `model` is: memorized (with its memory), plain, or left alone and why."""
+    """What each norm layer of `model` is: memorized (with its memory), of another norm (with what it has recorded),
+    plain, or left alone and why.
+    """
     check_module(model, "summary")
     rows = []
     for name, module in model.named_modules():
@@ -252,6 +275,8 @@ def _note(layer: nn.Module) -> str:
         else:
             memory = f"remembers {int((layer.memory_count > 0).sum())} of {layer.memory_size} batches"
         return f"{memory}, decay {layer.decay}, strength {float(layer.strength):g}"
+    if isinstance(layer, RunningNorm):
+        return layer.note()
     if isinstance(layer, _BatchNorm) or _is_look_alike(layer):
         reason = why_not(layer)
         return "plain, can be converted" if reason is None else f"left alone: {reason}"

@@ -102,6 +102,7 @@ def test_imports_go_one_way():
         "recompute",
         "layers",
         "replay",
+        "norms.base",
         "norms.mbn",
         "norms",
     ]

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.errors import InputError, OptionError
 from memnorm.layers import MemorizedBatchNorm, MemorizedBatchNorm1d, MemorizedBatchNorm2d, MemorizedBatchNorm3d
+from memnorm.norms.base import has_activation, takes_over
 from memnorm.state import SLOTS
 
 OPTIONS = {"memory_size": 20, "decay": 0.9, "strength": 0.5, "prior_weight": 1.0, "prior_from_init": False}
@@ -96,7 +97,7 @@ def memorize(layer: _BatchNorm, **options: Any) -> MemorizedBatchNorm:
         )
     if isinstance(layer, MemorizedBatchNorm):
         return _with_options(layer, options) if options else layer
-    new = _takes_over(layer, _memorized_class(layer))
+    new = takes_over(layer, _memorized_class(layer))
     new._source_class = type(layer)
     new._install_memory(**{**OPTIONS, **options})
     return new
@@ -117,7 +118,7 @@ def _memorized_class(layer: _BatchNorm) -> type[MemorizedBatchNorm]:
 
 
 def _with_options(layer: MemorizedBatchNorm, options: dict[str, Any]) -> MemorizedBatchNorm:
-    new = _takes_over(layer, type(layer))
+    new = takes_over(layer, type(layer))
     current = {name: getattr(layer, name) for name in OPTIONS if name != "strength"}
     new._install_memory(**{"strength": layer._initial_strength, **current, **options})
     if layer.running_mean is not None:
@@ -131,7 +132,7 @@ def _with_options(layer: MemorizedBatchNorm, options: dict[str, Any]) -> Memoriz
 
 def plain(layer: MemorizedBatchNorm) -> _BatchNorm:
     """The batch norm of torch (or of the library the layer came from) that evaluates as `layer` does."""
-    new = _takes_over(layer, layer.plain_class)
+    new = takes_over(layer, layer.plain_class)
     for name in ("running_weight", *SLOTS, "strength"):
         del new._buffers[name]
     for name in OWN_ATTRIBUTES & new.__dict__.keys():
@@ -142,27 +143,3 @@ def plain(layer: MemorizedBatchNorm) -> _BatchNorm:
         new.running_mean = new.running_mean.to(layer._plain_dtype)
         new.running_var = new.running_var.to(layer._plain_dtype)
     return new
-
-
-def _takes_over(layer: nn.Module, cls: type) -> Any:
-    """An instance of `cls` made of `layer`'s contents. Hook dictionaries are shared: the handles that users hold keep
-    working.
-    """
-    new: Any = object.__new__(cls)
-    new.__dict__.update(layer.__dict__)
-    for registry in ("_parameters", "_buffers", "_modules"):
-        new.__dict__[registry] = dict(layer.__dict__[registry])
-    new.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
-    return new
-
-
-def has_activation(layer: nn.Module) -> bool:
-    """Whether this is a timm-like norm with `drop` and `act` behind it. Known by name: another class may use the same
-    attributes in another way.
-    """
-    known = type(layer).__name__ in ("BatchNormAct2d", "SyncBatchNormAct", "MemorizedBatchNormAct2d")
-    return (
-        known
-        and isinstance(getattr(layer, "drop", None), nn.Module)
-        and isinstance(getattr(layer, "act", None), nn.Module)
-    )

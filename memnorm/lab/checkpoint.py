@@ -1,0 +1,68 @@
+"""Checkpoints of a run: the newest two, each named by its iteration and the hash of its bytes.
+
+A file whose bytes do not match its name is not even opened: a torn write or a flipped bit falls back to the one before.
+Loading admits tensors and plain containers only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memnorm.lab.disk import replacing
+
+KEPT = 2
+PATTERN = re.compile(r"checkpoint-(\d{10})-([0-9a-f]{16})\.pt")
+
+
+def save(folder: Path, iteration: int, state: dict[str, Any]) -> None:
+    """Write a checkpoint and drop those before the last two."""
+    name = f"checkpoint-{iteration:010}"
+    with replacing(folder / name, lambda file: f"{name}-{_digest(file)}.pt") as temporary:
+        write(temporary, state)
+    found = _checkpoints(folder)
+    later = [path for path in found if path.name[: len(name)] > name]  # unreadable: the run would not be here again
+    for superfluous in later + found[len(later) + KEPT :]:
+        superfluous.unlink(missing_ok=True)
+
+
+def write(path: Path, state: Any) -> None:
+    """As `torch.save`, which hides an error of the file system, such as a full disk, behind one of its own."""
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
+def readable(folder: Path, complain: Any) -> Iterator[dict[str, Any]]:
+    """The states that can be loaded, newest first; `complain` hears of the others."""
+    for path in _checkpoints(folder):
+        try:
+            if _digest(path) != PATTERN.fullmatch(path.name)[2]:  # type: ignore[index]
+                raise ValueError("its bytes are not those that were written")
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if not isinstance(state, dict):
+                raise ValueError("it holds no state of a run")
+        except Exception as error:  # torch.load raises anything on damaged input
+            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            complain(f"{path.name} cannot be read ({reason}); going back to the one before")
+            continue
+        yield state
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted((path for path in folder.iterdir() if PATTERN.fullmatch(path.name)), reverse=True)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,87 @@
+"""The command `memnorm`: a module per subcommand, loaded when it is called for.
+
+Results go to stdout, messages to stderr. Exit codes: 0 all well, 1 a run failed, 2 wrong usage, 3 data missing (the
+message holds the command that gets it), 130 interrupted after saving.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import memnorm
+from memnorm.errors import MemnormError, OptionError
+from memnorm.lab.errors import FAILED, INTERRUPTED, OK, USAGE, LabError
+from memnorm.lab.signals import terminations_interrupt
+
+COMMANDS = {
+    "demo": "see it work in two minutes: equations, cost on this machine, a live comparison",
+    "train": "one run, from flags or a YAML file",
+    "compare": "which norm is best for your model, your data and your batch size?",
+    "reproduce": "the tables and figures of the paper",
+    "report": "HTML, Markdown and CSV from stored runs",
+    "data": "list, get and verify data sets",
+    "info": "versions, device, threads, kernels, data folders",
+}
+EXAMPLES = """\
+examples:
+  memnorm demo
+  memnorm compare --data path/to/images --model resnet18 --norms bn,mbn --batch-sizes 2,8 --seeds 3
+  memnorm train --data cifar10 --model resnet20 --norm mbn --scheme double --batch-size 8
+  memnorm reproduce small-batch --scale reduced --list
+"""
+NEEDS = "the command memnorm needs the lab's packages ({error}): pip install 'memnorm[lab]'"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return OK if words else USAGE
+    if words[0] == "--version":
+        print(f"memnorm {memnorm.__version__}")
+        return OK
+    if words[0] not in COMMANDS:
+        return complain(f"there is no command {words[0]!r}; commands: {', '.join(COMMANDS)}", USAGE)
+    return guarded(words[0], words[1:])
+
+
+def overview() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {about}" for name, about in COMMANDS.items())
+    return (
+        f"memnorm {memnorm.__version__}: batch normalization with a memory, and the lab to judge it in\n\n"
+        f"{EXAMPLES}\ncommands:\n{commands}\n\n`memnorm COMMAND --help` says more."
+    )
+
+
+def guarded(name: str, words: list[str]) -> int:
+    """Run a subcommand; what goes wrong becomes a message and an exit code."""
+    try:
+        command: Any = importlib.import_module(f"memnorm.lab.cli.{name}")
+    except ImportError as error:
+        return complain(NEEDS.format(error=error), FAILED)
+    try:
+        with terminations_interrupt():
+            return command.main(words)
+    except LabError as error:
+        return complain(str(error), error.exit_code)
+    except OptionError as error:
+        return complain(str(error), USAGE)
+    except MemnormError as error:
+        return complain(str(error), FAILED)
+    except KeyboardInterrupt:
+        return complain("interrupted; what was saved is kept, and the same command goes on from there", INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except ModuleNotFoundError as error:
+        return complain(NEEDS.format(error=error), FAILED)
+
+
+def complain(text: str, code: int) -> int:
+    print(f"memnorm: {text}", file=sys.stderr)
+    return code

@@ -1,0 +1,146 @@
+"""memnorm compare: which norm is best for this model, these data, this batch size?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from memnorm.lab import compare, report
+from memnorm.lab.arms import parse_arm
+from memnorm.lab.cli.data import ensure
+from memnorm.lab.cli.flags import add_fields, add_places, filled, names, numbers, parse, parser
+from memnorm.lab.console import watching
+from memnorm.lab.errors import FAILED, OK, UsageError
+from memnorm.lab.grid import run_all
+from memnorm.lab.listen import Outcome
+from memnorm.lab.spec import Execution, RunSpec
+from memnorm.lab.store import Store
+from memnorm.lab.training import load_data
+from memnorm.text import table
+
+EXAMPLES = """
+examples:
+  memnorm compare --norms bn,mbn --batch-sizes 1,2,4,8 --seeds 3
+  memnorm compare --data path/to/images --model resnet18 --norms bn,mbn-1,mbn-2 --batch-sizes 2,8 --epochs 20
+  memnorm compare --model my_package.models:net --data path/to/images --norms bn,mbn --batch-sizes 2 --tune --jobs 2
+
+Every norm sees the same number of images, in the same order, from the same initial weights. The learning rate is meant
+for --base-batch-size and is scaled with the batch; --tune chooses one per norm and batch size on held-out training
+images. Timings of runs side by side (--jobs) disturb each other: take them from a run without.
+"""
+DEFAULTS = {"model": "small", "data": "digits", "scaling": "linear", "base_batch_size": 32, "evaluations": 5}
+OWN = ("norm", "norm_options", "scheme", "every", "fraction", "batch_size", "iterations", "seed", "holdout")
+
+
+def main(words: Sequence[str]) -> int:
+    arguments = parse(flags(), words)
+    base = filled(RunSpec, arguments, skip=OWN)
+    execution = filled(Execution, arguments)
+    ensure([base.data], arguments.data_root, arguments.download)
+    question = ask(arguments, base)
+    store = Store(arguments.runs)
+
+    def run(specs: Sequence[RunSpec]) -> list[Outcome]:
+        with watching(len(specs)) as listener:
+            return run_all(
+                specs,
+                store,
+                execution=execution,
+                data_root=arguments.data_root,
+                jobs=arguments.jobs,
+                listener=listener,
+            )
+
+    found = compare.answer(question, run, store)
+    written = report.write([arguments.runs], arguments.out, only=[outcome.spec for outcome in found.outcomes])
+    print(as_json(found) if arguments.json else as_text(found, question, written))
+    return FAILED if any(outcome.status == "failed" for outcome in found.outcomes) else OK
+
+
+def flags() -> Any:
+    made = parser("compare", "Compare norms at several batch sizes, and say what may be concluded.", EXAMPLES)
+    made.add_argument("--config", action="config", help="YAML file with any of these settings")
+    asked = made.add_argument_group("the question")
+    asked.add_argument("--norms", type=str, default="bn,mbn", help="norms to compare, comma-separated")
+    asked.add_argument("--batch-sizes", type=str, default="1,2,4,8", help="comma-separated")
+    asked.add_argument("--seeds", type=int, default=3, help="how many; one seed supports no claim")
+    asked.add_argument("--epochs", type=float, default=5.0, help="passes over the training images, for each run")
+    asked.add_argument(
+        "--tune", action="store_true", help="choose a learning rate per norm on held-out training images"
+    )
+    asked.add_argument("--rates", type=str, default="0.1,0.03,0.01", help="learning rates to choose from")
+    asked.add_argument("--out", type=Path, default=Path("compare"), help="folder for report.html, report.md, CSV files")
+    asked.add_argument("--json", action="store_true", help="print table and verdict as JSON")
+    shared = made.add_argument_group("shared by all runs")
+    add_fields(shared, RunSpec, skip=OWN, defaults=DEFAULTS)
+    computed = made.add_argument_group("how they are computed")
+    computed.add_argument("--jobs", type=int, default=0, help="runs side by side, one process and thread each; 0: here")
+    add_fields(computed, Execution)
+    add_places(made.add_argument_group("where things are"))
+    return made
+
+
+def ask(arguments: Any, base: RunSpec) -> compare.Question:
+    arms = {json.dumps(arm): arm for arm in map(parse_arm, names(arguments.norms))}
+    sizes = dict.fromkeys(numbers(arguments.batch_sizes, int, "--batch-sizes"))
+    for name, value in (("--seeds", arguments.seeds), ("--epochs", arguments.epochs), ("--norms", len(arms))):
+        if value <= 0:
+            raise UsageError(f"{name} needs at least one; got {value}")
+    available = len(load_data(base, arguments.data_root).train)
+    holdout = min(5000, available // 10) if arguments.tune else 0
+    images = base.train_images or available
+    if arguments.tune and base.train_images is None:
+        base = base.but(train_images=available - holdout)  # the same images for tuning and for the runs that count
+        images = available - holdout
+    return compare.Question(
+        base,
+        tuple(arms.values()),
+        tuple(sizes),
+        arguments.seeds,
+        max(1, round(arguments.epochs * images)),
+        tuple(numbers(arguments.rates, float, "--rates")) if arguments.tune else (),
+        holdout,
+    )
+
+
+def as_json(found: compare.Answer) -> str:
+    verdict = {"headline": found.verdict.headline, "details": found.verdict.details, "use": found.verdict.use}
+    failed = [{"run": one.spec.name, "message": one.message} for one in found.outcomes if one.status == "failed"]
+    return json.dumps({"rows": found.rows, "verdict": verdict, "failed": failed}, indent=1)
+
+
+def as_text(found: compare.Answer, question: compare.Question, written: Sequence[Path]) -> str:
+    base = question.base
+    protocol = (
+        f"{base.data}, {base.model}: {question.images:,} images a run, learning rate {base.learning_rate:g} at batch "
+        f"{base.base_batch_size}, {base.scaling} scaling, {question.seeds} seeds"
+        + ("; learning rate chosen per norm and batch size on held-out training images" if question.rates else "")
+    )
+    header, rows = error_table(found)
+    failed = [f"{one.spec.arm} batch {one.spec.batch_size}: {one.message}" for one in found.outcomes if one.message]
+    trouble = ["failed:\n" + "\n".join(failed)] if failed else []
+    return "\n\n".join([protocol, table([header, *rows]), *trouble, found.verdict.text, f"report: {written[0]}"])
+
+
+def error_table(found: compare.Answer) -> tuple[Sequence[str], list[Sequence[str]]]:
+    header = ("norm", "batch", "rate", "test error %", "ms a step", "peak MiB", "")
+    return header, [_cells(row) for row in found.rows]
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    def shown(value: float | None, digits: int) -> str:
+        return "–" if value is None else f"{value:.{digits}f}"
+
+    spread = f" ± {row['sd']:.2f}" if row["sd"] is not None else ""
+    trouble = [f"{row[name]} {name}" for name in ("diverged", "failed") if row[name]]
+    return (
+        row["norm"],
+        str(row["batch_size"]),
+        f"{row['learning_rate']:.3g}",
+        f"{shown(row['test_error'], 2)}{spread} (n = {row['n']})",
+        shown(row["step_ms"], 1),
+        shown(row["peak_memory_mb"], 0),
+        ", ".join(trouble),
+    )

@@ -1,0 +1,89 @@
+"""memnorm data: list, get and verify data sets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from memnorm.lab import data
+from memnorm.lab.cli.flags import parse, parser
+from memnorm.lab.console import downloading
+from memnorm.lab.errors import FAILED, OK, UsageError
+from memnorm.text import table
+
+EXAMPLES = """
+examples:
+  memnorm data list
+  memnorm data get cifar10                     download, check, unpack; an interrupted download goes on
+  memnorm data verify cifar10 --data-root DIR  checksums of the files
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    made = parser(
+        "data", "Data sets: what there is, what is here, how to get it.", EXAMPLES, "list|get|verify [NAME ...]"
+    )
+    made.add_argument("action", choices=["list", "get", "verify"], help="what to do")
+    made.add_argument("names", nargs="*", metavar="NAME", help="data sets")
+    made.add_argument("--data-root", type=Path, default=None, help="default: $MEMNORM_DATA, else the user's cache")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parse(made, words)
+    if arguments.action == "list":
+        return show(arguments)
+    if not arguments.names:
+        raise UsageError(f"memnorm data {arguments.action}: name a data set; there are {', '.join(data.available())}")
+    return get(arguments) if arguments.action == "get" else verify(arguments)
+
+
+def ensure(names: Iterable[str], root: Path | None, download: bool) -> None:
+    """Have the data before anything is computed; without --download, say how to get them."""
+    for name in names:
+        entry, place = data.available().get(name), root or data.default_root()
+        if entry is None or entry.present(place):
+            continue
+        if not download:
+            raise entry.missing(place)
+        with downloading(name) as progress:
+            data.get(name, place, progress)
+
+
+def show(arguments: Any) -> int:
+    root = arguments.data_root or data.default_root()
+    rows: list[dict[str, Any]] = []
+    for name, entry in data.available().items():
+        if not arguments.names or name in arguments.names:
+            size = sum(item.size for item in entry.downloads) / 1e6
+            rows.append({"name": name, "here": entry.present(root), "megabytes": round(size), "about": entry.about})
+    if arguments.json:
+        print(json.dumps({"root": str(root), "data": rows}, indent=1))
+        return OK
+    cells = [
+        (
+            row["name"],
+            "yes" if row["here"] else "no",
+            f"{row['megabytes']} MB" if row["megabytes"] else "",
+            row["about"],
+        )
+        for row in rows
+    ]
+    print(f"data root: {root}\n\n{table([('name', 'here', 'download', 'what'), *cells])}")
+    return OK
+
+
+def get(arguments: Any) -> int:
+    for name in arguments.names:
+        with downloading(name) as progress:
+            data.get(name, arguments.data_root, progress)
+        print(f"{name}: complete, checksums right")
+    return OK
+
+
+def verify(arguments: Any) -> int:
+    found = {name: data.verify(name, arguments.data_root) for name in arguments.names}
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n".join(f"{name}: {'; '.join(problems) or 'all well'}" for name, problems in found.items()))
+    return FAILED if any(found.values()) else OK

@@ -1,0 +1,155 @@
+"""memnorm demo: the equations, the cost on this machine, and a live comparison, in two minutes.
+
+The protocol of the comparison is fixed here, before anything is seen, and no arm is tuned. What comes out is reported
+as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from memnorm.lab import compare, equations, report
+from memnorm.lab.arms import parse_arm
+from memnorm.lab.cli.compare import as_json, error_table
+from memnorm.lab.cli.flags import parse, parser
+from memnorm.lab.console import stderr, watching
+from memnorm.lab.cost import StepCost, measure
+from memnorm.lab.environment import cores
+from memnorm.lab.errors import FAILED, OK
+from memnorm.lab.grid import run_all
+from memnorm.lab.listen import Outcome
+from memnorm.lab.spec import Execution, RunSpec
+from memnorm.lab.statistics import Sample
+from memnorm.lab.store import Store, StoredRun
+from memnorm.text import table
+
+EXAMPLES = """
+examples:
+  memnorm demo
+  memnorm demo --out my-demo --json
+"""
+BATCH_SIZES, SEEDS, IMAGES = (4,), 5, 2400
+BASE = RunSpec(model="small", data="digits", evaluations=5, scaling="linear", base_batch_size=4)
+ARMS = ("bn", "mbn-1", "mbn-2")
+PROTOCOL = (
+    f"scikit-learn's handwritten digits, a small convolutional network, batch size {BATCH_SIZES[0]}, "
+    f"{IMAGES // BATCH_SIZES[0]} steps, learning rate {BASE.learning_rate:g} divided by 10 at 40 % and 60 %, "
+    f"{SEEDS} seeds; the same initial weights, batches and schedule for every arm of a seed; no arm tuned"
+)
+MORE = "memnorm compare --norms bn,mbn --batch-sizes 1,2,4,8 --seeds 10 --jobs 2"
+Part = report.Section
+
+
+def main(words: Sequence[str]) -> int:
+    made = parser("demo", "See the layer work: equations, cost on this machine, a live comparison.", EXAMPLES)
+    made.add_argument("--out", type=Path, default=Path("demo"), help="folder for the report and the runs")
+    made.add_argument("--results", type=Path, default=Path("results"), help="folder of recorded runs to show as well")
+    made.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    arguments = parse(made, words)
+    console = stderr()
+    console.print("1/3 the layers against the paper's equations …", markup=False)
+    checks = equations.check()
+    console.print("2/3 what a step costs on this machine …", markup=False)
+    costs = measure()
+    console.print(f"3/3 live comparison: {PROTOCOL} …", markup=False)
+    found = live(Store(arguments.out / "runs"))
+    recorded = recorded_evidence(arguments.results)
+    parts = [equations_part(checks), cost_part(costs), *recorded_part(recorded)]
+    specs = [outcome.spec for outcome in found.outcomes] + [run.spec for run in recorded]
+    roots = [arguments.out / "runs", *([arguments.results] if recorded else [])]
+    written = report.write(roots, arguments.out, title="memnorm demo", sections=[*parts, protocol_part()], only=specs)
+    parts.insert(2, live_part(found))
+    print(numbers_of(checks, costs, found) if arguments.json else as_text(parts, written[0]))
+    return FAILED if any(outcome.status == "failed" for outcome in found.outcomes) else OK
+
+
+def live(store: Store) -> compare.Answer:
+    """Two processes of one thread where there are two cores: the network is too small for more threads."""
+    question = compare.Question(BASE, tuple(map(parse_arm, ARMS)), BATCH_SIZES, SEEDS, IMAGES)
+
+    def run(specs: Sequence[RunSpec]) -> list[Outcome]:
+        for spec in specs:  # live means now
+            shutil.rmtree(store.run(spec).path, ignore_errors=True)
+        with watching(len(specs)) as listener:
+            jobs = min(2, cores())
+            return run_all(specs, store, execution=Execution(), jobs=jobs, listener=listener)
+
+    return compare.answer(question, run, store)
+
+
+def equations_part(checks: Sequence[equations.Check]) -> Part:
+    largest = max(check.difference for check in checks)
+    return Part(
+        "The layers against the equations",
+        [
+            "Each layer beside the paper's Eq. 5 and Algorithm 1 as a literal program that keeps remembered batches "
+            f"whole (memnorm.reference), in float64. Largest difference found: {largest:.1e}."
+        ],
+        [report.Grid("", ("what", "largest difference"), [(one.what, f"{one.difference:.1e}") for one in checks])],
+    )
+
+
+def cost_part(costs: Sequence[StepCost]) -> Part:
+    rows = [
+        (one.arm, f"{one.milliseconds:.1f}", f"{one.ratio:.2f}", f"{one.low:.2f} to {one.high:.2f}") for one in costs
+    ]
+    return Part(
+        "What a training step costs on this machine",
+        [
+            "ResNet-20, batch size 8, whole steps, the arms taking turns. MBN-1 is the memory alone, MBN-2 has "
+            "Double-Forward. The second BN shows how far two equal things differ here."
+        ],
+        [report.Grid("", ("norm", "ms a step", "ratio to BN", "middle half of the ratios"), rows)],
+    )
+
+
+def protocol_part() -> Part:
+    """For the page, which shows table, figure and verdict of the runs itself."""
+    return Part("Live comparison", [f"Protocol, fixed beforehand: {PROTOCOL}.", f"This shows more: {MORE}"])
+
+
+def live_part(found: compare.Answer) -> Part:
+    return Part(
+        "Live comparison",
+        [
+            f"Protocol, fixed beforehand: {PROTOCOL}.",
+            found.verdict.text,
+            f"A small data set and few seeds separate little; this shows more: {MORE}",
+        ],
+        [report.Grid("", *error_table(found))],
+    )
+
+
+def recorded_evidence(results: Path) -> list[StoredRun]:
+    return [run for run in Store(results).runs() if run.spec.data == "cifar10" and run.status == "finished"]
+
+
+def recorded_part(runs: Sequence[StoredRun]) -> list[Part]:
+    """What the clone holds of earlier runs on CIFAR-10."""
+    groups: dict[str, list[StoredRun]] = {}
+    for run in runs:
+        groups.setdefault(run.spec.but(seed=0).digest, []).append(run)
+    rows = []
+    for group in groups.values():
+        spec, errors = group[0].spec, Sample([run.result["final"]["test_error"] for run in group if run.result])
+        rows.append((spec.arm, spec.model, str(spec.batch_size), f"{spec.iterations:,}", errors.text))
+    header = ("norm", "model", "batch", "iterations", "test error %")
+    where = "Recorded earlier, not run now; spec, machine and commit of each are in the results folder."
+    return [Part("Recorded on CIFAR-10", [where], [report.Grid("", header, rows)])] if rows else []
+
+
+def numbers_of(checks: Sequence[equations.Check], costs: Sequence[StepCost], found: compare.Answer) -> str:
+    plain: dict[str, Any] = {"equations": [vars(one) for one in checks], "costs": [vars(one) for one in costs]}
+    return json.dumps({**plain, "live": json.loads(as_json(found))}, indent=1)
+
+
+def as_text(parts: Sequence[Part], page: Path) -> str:
+    blocks = []
+    for part in parts:
+        tables = [table([grid.header, *grid.rows]) for grid in part.grids]
+        blocks.append("\n\n".join([f"{part.title}\n{'=' * len(part.title)}", *part.paragraphs, *tables]))
+    return "\n\n\n".join([*blocks, f"report: {page}"])

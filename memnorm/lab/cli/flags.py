@@ -1,0 +1,102 @@
+"""Command lines from typed dataclasses: a flag per field, YAML files with the same names, help from the fields."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import jsonargparse
+
+from memnorm.lab.errors import UsageError
+from memnorm.lab.store import check_root
+
+T = TypeVar("T")
+N = TypeVar("N", int, float)
+
+
+class Formatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Examples keep their lines."""
+
+
+def parser(command: str, what: str, examples: str, positional: str = "") -> jsonargparse.ArgumentParser:
+    """A parser whose help begins with what the command is for and how it is called."""
+    made = jsonargparse.ArgumentParser(
+        prog=f"memnorm {command}",
+        usage=f"memnorm {command} [options]" if not positional else f"memnorm {command} {positional} [options]",
+        description=f"{what}\n\n{examples.strip()}",
+        formatter_class=Formatter,
+    )
+    made.allow_abbrev = False
+    return made
+
+
+def add_fields(target: Any, cls: type, skip: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> None:
+    """A flag for each field of a dataclass; `defaults` are other ones than the dataclass has."""
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in skip:
+            continue
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        default = (defaults or {}).get(field.name, default)
+        flag = "--" + field.name.replace("_", "-")
+        if default is False:
+            target.add_argument(flag, action="store_true", help=field.metadata["help"])
+        else:
+            target.add_argument(flag, type=hints[field.name], default=default, help=field.metadata["help"])
+
+
+def filled(cls: type[T], arguments: Any, skip: Sequence[str] = ()) -> T:
+    """The dataclass with the values of its flags."""
+    values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(cls) if field.name not in skip}  # type: ignore[arg-type]
+    return cls(**{name: _plain(value) for name, value in values.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, jsonargparse.Namespace):
+        return value.as_dict()
+    return tuple(value) if isinstance(value, list) else value
+
+
+def add_places(target: Any, data: bool = True) -> None:
+    """Where runs and data are."""
+    target.add_argument("--runs", type=Path, default=Path("runs"), help="folder that the runs are kept in")
+    if data:
+        help = "folder of the data sets; default: $MEMNORM_DATA, else the user's cache"
+        target.add_argument("--data-root", type=Path, default=None, help=help)
+        target.add_argument("--download", action="store_true", help="get the data set if it is missing")
+
+
+def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:
+    """Parse, with underscores in flags as good as dashes."""
+    arguments = made.parse_args([_dashed(word) for word in words])
+    runs = getattr(arguments, "runs", [])
+    for root in runs if isinstance(runs, list) else [runs]:
+        check_root(root)
+    return arguments
+
+
+def _dashed(word: str) -> str:
+    if not word.startswith("--") or word.startswith("--print_config"):
+        return word
+    flag, equals, value = word.partition("=")
+    head, dot, rest = flag.partition(".")
+    return head.replace("_", "-") + dot + rest + equals + value
+
+
+def names(text: str) -> list[str]:
+    """A comma-separated list."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def numbers(text: str, kind: Callable[[str], N], flag: str) -> list[N]:
+    """A comma-separated list of positive numbers."""
+    try:
+        found = [kind(word) for word in names(text)]
+    except ValueError:
+        found = []
+    if not found or not all(0 < one < float("inf") for one in found):
+        raise UsageError(f"{flag} needs positive numbers separated by commas; got {text!r}")
+    return found

@@ -1,0 +1,59 @@
+"""memnorm info: versions, device, threads, kernels in use, data folders."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import memnorm
+from memnorm.lab import data, environment
+from memnorm.lab.cli.flags import parse, parser
+from memnorm.lab.errors import OK
+from memnorm.text import table
+
+EXAMPLES = """
+examples:
+  memnorm info
+  memnorm info --json
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    made = parser("info", "What this installation consists of and runs on.", EXAMPLES)
+    made.add_argument("--data-root", type=Path, default=None, help="folder of the data sets")
+    made.add_argument("--json", action="store_true", help="print it as JSON")
+    arguments = parse(made, words)
+    facts = gather(arguments.data_root)
+    if arguments.json:
+        print(json.dumps(facts, indent=1))
+    else:
+        print(table([("", ""), *((name, _words(value)) for name, value in facts.items())]).partition("\n")[2])
+    return OK
+
+
+def gather(data_root: Path | None) -> dict[str, Any]:
+    import torch
+
+    root = data_root or data.default_root()
+    return {
+        "memnorm": memnorm.__version__,
+        "commit": environment.commit(),
+        "python": platform.python_version(),
+        **{library: environment.version(library) for library in environment.LIBRARIES},
+        "machine": environment.machine(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads": torch.get_num_threads(),
+        "kernels": environment.kernels(),
+        "norms": sorted({"bn", *memnorm.norms.available()}),
+        "data root": str(root),
+        "data present": [name for name, entry in data.available().items() if entry.present(root)],
+    }
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    return "not installed" if value is None else str(value)

@@ -1,0 +1,205 @@
+"""memnorm reproduce: the tables and figures of the paper, cell by cell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memnorm.lab import estimate_time, report
+from memnorm.lab.arms import registered, why_not
+from memnorm.lab.cli.data import ensure
+from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
+from memnorm.lab.console import stderr, watching
+from memnorm.lab.environment import cores, machine
+from memnorm.lab.errors import FAILED, OK, LabError, UsageError
+from memnorm.lab.grid import run_all
+from memnorm.lab.spec import Execution, RunSpec
+from memnorm.lab.store import Store
+from memnorm.lab.tables import FIGURES, RULES, SCALES, TABLES, Cell, Item, at_scale, select, unique_specs
+from memnorm.text import table
+
+EXAMPLES = """
+examples:
+  memnorm reproduce all --scale smoke --jobs 2            every cell, two iterations each: does it run?
+  memnorm reproduce small-batch --scale reduced --list    cells, the paper's numbers, status, estimated time
+  memnorm reproduce small-batch --scale reduced --only 8/* --seeds 3 --jobs 2
+  memnorm reproduce cifar10 --scale paper --only MBN/ResNet-20 --dry-run
+
+Interrupt it at will: the same command skips what is finished and goes on with what is not.
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cell or curve, and its runs at the scale that was asked for."""
+
+    item: Item
+    specs: tuple[RunSpec, ...]
+    obstacle: str | None  # why it cannot be run
+
+
+def main(words: Sequence[str]) -> int:
+    arguments = parse(flags(), words)
+    execution = filled(Execution, arguments)
+    if arguments.seeds < 1 or arguments.jobs < 0:
+        raise UsageError("--seeds needs at least 1, and --jobs must not be negative")
+    seeds = range(arguments.seeds)
+    only = [pattern for word in arguments.only or [] for pattern in names(word)]
+    entries = [entry(item, arguments.scale, seeds) for item in select(arguments.names, only)]
+    runnable = [one.item for one in entries if one.obstacle is None]
+    specs = unique_specs(runnable, arguments.scale, seeds)
+    store = Store(arguments.runs)
+    if arguments.list or arguments.dry_run:
+        threads = 1 if arguments.jobs else execution.threads or cores()
+        known = estimate_time.measured(store.runs(), threads, machine())
+        seconds = estimate_time.estimate(specs, threads=threads, known=known)
+        show = listing if arguments.list else queue
+        print(show(entries, specs, store, seconds, arguments))
+        return OK
+    return carry_out(entries, specs, store, execution, arguments)
+
+
+def flags() -> Any:
+    everything = ", ".join(dict.fromkeys([*TABLES, *FIGURES]))
+    examples = f"{EXAMPLES.rstrip()}\n\nnames: {everything}, all"
+    made = parser("reproduce", "Rerun the paper's tables and figures.", examples, positional="NAME ...")
+    made.add_argument("names", nargs="+", metavar="NAME", help="tables and figures, or all")
+    asked = made.add_argument_group("what to run")
+    asked.add_argument("--scale", choices=SCALES, default="reduced", help="rules are printed with the results")
+    asked.add_argument("--only", action="append", metavar="ROW/COLUMN", help="cells to run; * stands for anything")
+    asked.add_argument("--seeds", type=int, default=1, help="runs per cell")
+    asked.add_argument("--list", action="store_true", help="show the cells and run nothing")
+    asked.add_argument("--dry-run", action="store_true", help="show the queue of runs and run nothing")
+    asked.add_argument("--json", action="store_true", help="print JSON")
+    asked.add_argument("--out", type=Path, default=Path("report"), help="folder for the report")
+    computed = made.add_argument_group("how it is computed")
+    computed.add_argument("--jobs", type=int, default=0, help="runs side by side, one process and thread each; 0: here")
+    add_fields(computed, Execution)
+    add_places(made.add_argument_group("where things are"))
+    return made
+
+
+def entry(item: Item, scale: str, seeds: Sequence[int]) -> Entry:
+    spec = item.part.spec
+    if spec is None:
+        return Entry(item, (), item.part.note if isinstance(item.part, Cell) else "does not apply")
+    scaled = at_scale(spec, scale)
+    return Entry(item, tuple(scaled.but(seed=seed) for seed in seeds), why_not(scaled))
+
+
+def carry_out(
+    entries: Sequence[Entry], specs: Sequence[RunSpec], store: Store, execution: Execution, arguments: Any
+) -> int:
+    console = stderr()
+    console.print(f"scale {arguments.scale}: {RULES[arguments.scale]}", markup=False)
+    left_out = {one.obstacle for one in entries if one.obstacle}
+    for obstacle in sorted(left_out):
+        count = sum(one.obstacle == obstacle for one in entries)
+        console.print(f"left out, {count} cells: {obstacle}", markup=False)
+    if not specs:
+        raise UsageError("none of these cells can be run here; see the reasons above")
+    ensure(sorted({spec.data for spec in specs}), arguments.data_root, arguments.download)
+    with watching(len(specs)) as listener:
+        outcomes = run_all(
+            specs,
+            store,
+            execution=execution,
+            data_root=arguments.data_root,
+            jobs=arguments.jobs,
+            listener=listener,
+        )
+    written = report.write([arguments.runs], arguments.out, registered=registered())
+    if arguments.json:
+        print(json.dumps([{"run": one.spec.name, "status": one.status, "message": one.message} for one in outcomes]))
+    else:
+        print(results(entries, store, arguments.scale))
+        print(f"\nreport: {written[0]}")
+    return FAILED if any(outcome.status == "failed" for outcome in outcomes) else OK
+
+
+def status(one: Entry, store: Store, values: bool) -> str:
+    """In words: done, under way, to do, or why not; with the values where they may stand beside the printed ones."""
+    if one.obstacle:
+        return one.obstacle
+    found = [_state(store, spec, one.item, values) for spec in one.specs]
+    return "; ".join(dict.fromkeys(found))
+
+
+def _state(store: Store, spec: RunSpec, item: Item, values: bool) -> str:
+    folder = store.run(spec)
+    try:
+        result = folder.result()
+    except LabError:
+        return "damaged record"
+    if result is None:
+        lines = folder.metrics()
+        return f"under way, {lines[-1]['iteration'] / spec.iterations:.0%}" if lines else "to do"
+    if result["status"] == "diverged":
+        return f"diverged at iteration {result['diverged_at']:,}"
+    metric = item.part.metric if isinstance(item.part, Cell) else "test_error"
+    return f"done: {result['final'][metric]:.2f}" if values else "done"
+
+
+def listing(
+    entries: Sequence[Entry], specs: Sequence[RunSpec], store: Store, seconds: dict[str, float], arguments: Any
+) -> str:
+    rows: list[dict[str, Any]] = []
+    for one in entries:
+        part = one.item.part
+        printed = getattr(part, "printed", None)
+        time = sum(seconds.get(spec.digest, 0.0) for spec in one.specs)
+        rows.append(
+            {
+                "name": one.item.name,
+                "cell": part.key,
+                "paper": printed,
+                "status": status(one, store, arguments.scale == "paper"),
+                "seconds": None if one.obstacle else round(time),
+            }
+        )
+    if arguments.json:
+        return json.dumps(rows, indent=1)
+    text = [
+        (
+            row["name"],
+            row["cell"],
+            "" if row["paper"] is None else f"{row['paper']:.2f}",
+            "" if row["seconds"] is None else estimate_time.human(row["seconds"]),
+            row["status"],
+        )
+        for row in rows
+    ]
+    total = sum(seconds.get(spec.digest, 0.0) for spec in specs)
+    return "\n\n".join(
+        [
+            f"scale {arguments.scale}: {RULES[arguments.scale]}",
+            table([("name", "cell", "paper", "time here", "status"), *text]),
+            f"{len(specs)} runs behind these cells, {estimate_time.human(total)} one after the other on this machine",
+        ]
+    )
+
+
+def queue(
+    entries: Sequence[Entry], specs: Sequence[RunSpec], store: Store, seconds: dict[str, float], arguments: Any
+) -> str:
+    todo = [spec for spec in specs if store.run(spec).result() is None]
+    if arguments.json:
+        return json.dumps([{"run": spec.name, "seconds": seconds.get(spec.digest)} for spec in todo], indent=1)
+    rows = [(spec.name, f"{spec.iterations:,}", estimate_time.human(seconds.get(spec.digest, 0.0))) for spec in todo]
+    total = sum(seconds.get(spec.digest, 0.0) for spec in todo) / max(arguments.jobs, 1)
+    summary = f"{len(todo)} runs to do, {len(specs) - len(todo)} done; {estimate_time.human(total)} on this machine"
+    return "\n\n".join([*([table([("run", "iterations", "time"), *rows])] if rows else []), summary])
+
+
+def results(entries: Sequence[Entry], store: Store, scale: str) -> str:
+    """Our numbers; the printed ones beside them at the paper's own scale alone."""
+    beside = scale == "paper"
+    rows = []
+    for one in entries:
+        printed = getattr(one.item.part, "printed", None) if beside else None
+        paper = [("" if printed is None else f"{printed:.2f}")] if beside else []
+        rows.append((one.item.name, one.item.part.key, *paper, status(one, store, values=True)))
+    return table([("name", "cell", *(["paper"] if beside else []), "here"), *rows])

@@ -1,0 +1,66 @@
+"""memnorm train: one run, from flags or a YAML file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from memnorm.lab.arms import why_not
+from memnorm.lab.cli.data import ensure
+from memnorm.lab.cli.flags import add_fields, add_places, filled, parse, parser
+from memnorm.lab.console import watching
+from memnorm.lab.errors import FAILED, OK, UsageError
+from memnorm.lab.listen import relay
+from memnorm.lab.spec import Execution, RunSpec
+from memnorm.lab.store import Store
+from memnorm.lab.train import run
+
+EXAMPLES = """
+examples:
+  memnorm train --data digits --model small --norm mbn --scheme double --batch-size 4 --iterations 600
+  memnorm train --data cifar10 --model resnet20 --norm mbn --scheme double --batch-size 8 --iterations 20000
+  memnorm train --data path/to/images --model my_package.models:net --norm mbn --batch-size 2 --learning-rate 0.01
+  memnorm train --config run.yaml --seed 1            flags after --config override the file
+  memnorm train --norm mbn --print_config > run.yaml  write such a file
+
+The run is kept in a folder under --runs. The same command again shows its result, or goes on where it was interrupted.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    made = parser("train", "Train one network and keep the record.", EXAMPLES)
+    made.add_argument("--config", action="config", help="YAML file with any of these settings")
+    add_fields(made.add_argument_group("the run: what its numbers depend on"), RunSpec)
+    add_fields(made.add_argument_group("how it is computed"), Execution)
+    places = made.add_argument_group("where things are")
+    add_places(places)
+    places.add_argument("--json", action="store_true", help="print the result as JSON")
+    arguments = parse(made, words)
+    spec, execution = filled(RunSpec, arguments), filled(Execution, arguments)
+    reason = why_not(spec)
+    if reason:
+        raise UsageError(reason)
+    ensure([spec.data], arguments.data_root, arguments.download)
+    store = Store(arguments.runs)
+    with watching(1) as listener:
+        result = run(spec, store, execution=execution, data_root=arguments.data_root, listener=relay(spec, listener))
+    print(json.dumps(result, indent=1) if arguments.json else describe(result, str(store.run(spec).path)))
+    return OK if result["status"] == "finished" else FAILED
+
+
+def describe(result: dict[str, Any], path: str) -> str:
+    if result["status"] == "diverged":
+        return (
+            f"diverged: the loss was not finite at iteration {result['diverged_at']:,}. A lower --learning-rate or a "
+            f"--warmup may help.\nrecord: {path}"
+        )
+    final, best = result["final"], result["best"]
+    top5 = f" (top-5 {final['test_error_top5']:.2f} %)" if final["test_error_top5"] is not None else ""
+    return (
+        f"test error  {final['test_error']:.2f} %{top5} at the last iteration, the headline number\n"
+        f"best        {best['test_error']:.2f} % at iteration {best['iteration']:,} (chosen on the test images)\n"
+        f"train error {final['train_error']:.2f} % over the last batches\n"
+        f"time        {result['seconds']:.0f} s of training, {final['step_ms']:.1f} ms a step\n"
+        f"record      {path}"
+    )

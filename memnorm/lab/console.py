@@ -1,0 +1,153 @@
+"""What a command says while it works: bars with an estimate of the time left on a terminal, quiet lines in a log.
+
+Results go to stdout, everything here to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from memnorm.lab.listen import GridListener, Outcome
+from memnorm.lab.spec import RunSpec
+
+QUIET_SECONDS = 30.0
+
+
+def stderr() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def title(spec: RunSpec) -> str:
+    return f"{spec.arm} {spec.model} {spec.data} batch {spec.batch_size} seed {spec.seed}"
+
+
+@contextlib.contextmanager
+def watching(runs: int) -> Iterator[GridListener]:
+    """The listener that fits where stderr goes."""
+    console = stderr()
+    if not console.is_terminal:
+        yield Lines(console, runs)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[error]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield Bars(progress, runs)
+
+
+class Bars(GridListener):
+    """A bar per run under way and one for all."""
+
+    def __init__(self, progress: Progress, runs: int) -> None:
+        self.progress, self.runs = progress, runs
+        self.tasks: dict[str, TaskID] = {}
+        self.all = progress.add_task("all runs", total=runs, error="", visible=runs > 1)
+
+    def began(self, spec: RunSpec, iteration: int) -> None:
+        task = self.progress.add_task(escape(title(spec)), total=spec.iterations, completed=iteration, error="")
+        self.tasks[spec.digest] = task
+
+    def stepped(self, spec: RunSpec, iteration: int) -> None:
+        self.progress.update(self.tasks[spec.digest], completed=iteration)
+
+    def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
+        self.progress.update(self.tasks[spec.digest], error=f"test error {line['test_error']:.2f} %")
+
+    def message(self, spec: RunSpec, text: str) -> None:
+        self.progress.console.print(escape(f"{title(spec)}: {text}"))
+
+    def ended(self, outcome: Outcome) -> None:
+        task = self.tasks.pop(outcome.spec.digest, None)
+        if task is not None:
+            self.progress.remove_task(task)
+        self.progress.advance(self.all)
+        if self.runs > 1 or outcome.status != "finished":
+            self.progress.console.print(escape(ending(outcome)))
+
+
+class Lines(GridListener):
+    """A line when a run begins and ends, and now and then between."""
+
+    def __init__(self, console: Console, runs: int) -> None:
+        self.console, self.runs = console, runs
+        self.count = 0
+        self.spoke: dict[str, float] = {}
+
+    def began(self, spec: RunSpec, iteration: int) -> None:
+        self.spoke[spec.digest] = time.monotonic()
+        start = f"goes on at iteration {iteration:,}" if iteration else "begins"
+        self.console.print(escape(f"{title(spec)} {start}, {spec.iterations:,} iterations"))
+
+    def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
+        if time.monotonic() - self.spoke[spec.digest] < QUIET_SECONDS or line["iteration"] == spec.iterations:
+            return
+        self.spoke[spec.digest] = time.monotonic()
+        left = (spec.iterations - line["iteration"]) * line["step_ms"] / 1000
+        self.console.print(
+            escape(
+                f"{title(spec)} {line['iteration']:,}/{spec.iterations:,}: test error {line['test_error']:.2f} %, "
+                f"about {left / 60:.0f} min left"
+            )
+        )
+
+    def message(self, spec: RunSpec, text: str) -> None:
+        self.console.print(escape(f"{title(spec)}: {text}"))
+
+    def ended(self, outcome: Outcome) -> None:
+        self.count += 1
+        self.console.print(escape(f"[{self.count}/{self.runs}] {ending(outcome)}"))
+
+
+def ending(outcome: Outcome) -> str:
+    name, result = title(outcome.spec), outcome.result or {}
+    if outcome.status == "failed":
+        return f"{name} FAILED: {outcome.message}"
+    if outcome.status == "diverged":
+        return f"{name} diverged at iteration {result.get('diverged_at', 0):,}"
+    return f"{name}: test error {result['final']['test_error']:.2f} %"
+
+
+@contextlib.contextmanager
+def downloading(name: str) -> Iterator[Callable[[str, int, int | None], None]]:
+    """Shows how a download goes on: called with the file, the bytes so far and the bytes in all."""
+    console = stderr()
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def line(file: str, done: int, total: int | None) -> None:
+            if file not in seen:
+                seen.add(file)
+                size = f", {total / 1e6:.0f} MB" if total else ""
+                console.print(escape(f"{name}: getting {file}{size}"))
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def bar(file: str, done: int, total: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = progress.add_task(escape(file), total=total)
+            progress.update(tasks[file], completed=done, total=total)
+
+        yield bar

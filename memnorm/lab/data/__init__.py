@@ -1,0 +1,140 @@
+"""Data sets by name, or by the path of an image folder.
+
+    data = load("cifar10")                                     # checked files from the data root
+    plan = order(data.train.labels, batch_size=128, iterations=1000, seed=0)
+    for images, labels in data.train.batches(plan): ...        # float32, normalised, augmented
+
+    source ← {augment ← memory ← builtin, pictures ← folder} ← load        transfer ← files ← registry ← get, verify
+
+Only `get` opens a connection. Torch is imported by `load`, not by listing, getting or verifying.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memnorm.lab.data import files
+from memnorm.lab.data.registry import DATA_SETS, DataSet
+from memnorm.lab.data.source import Data, Source
+from memnorm.lab.data.transfer import Progress
+from memnorm.lab.errors import DataMissing, UsageError
+
+if TYPE_CHECKING:
+    from memnorm.lab.data.plans import epoch_length, order, sweep
+
+__all__ = [
+    "Data",
+    "DataSet",
+    "Source",
+    "available",
+    "default_root",
+    "epoch_length",
+    "get",
+    "load",
+    "order",
+    "sweep",
+    "verify",
+]
+
+
+def available() -> dict[str, DataSet]:
+    """The built-in data sets by name; `.present(root)` says whether the files are there."""
+    return dict(DATA_SETS)
+
+
+def default_root() -> Path:
+    """Where data are looked for: MEMNORM_DATA, else the user's cache."""
+    if chosen := os.environ.get("MEMNORM_DATA"):
+        return Path(chosen).expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "memnorm" / "data"
+
+
+def load(name: str, root: Path | str | None = None, **options: Any) -> Data:
+    """A built-in data set from `root`, or the image folder at the path `name`."""
+    entry = DATA_SETS.get(name)
+    if entry is None:
+        path = _folder_path(name)
+        values = _options(f"the image folder {name}", {"image_size": 224}, options)
+        folder: Data = _function("folder:folder")(path, name=name, **values)
+        return folder
+    loaded: Data = _function(entry.loader)(entry, _root(root), **_options(name, entry.options, options))
+    return loaded
+
+
+def get(name: str, root: Path | str | None = None, progress: Progress | None = None) -> None:
+    """Download a built-in data set: resumed if it broke off, checked, unpacked. Does nothing where all is there."""
+    entry, root = _entry(name), _root(root)
+    if entry.folder and not entry.present(root):
+        raise entry.missing(root)
+    if entry.downloads:
+        files.get(entry.downloads, root, lock=entry.name, progress=progress)
+
+
+def verify(name: str, root: Path | str | None = None, progress: Progress | None = None) -> list[str]:
+    """What is wrong with a data set's files: their checksums; of image folders, whether every image can be decoded."""
+    entry, root = DATA_SETS.get(name), _root(root)
+    if entry is None:
+        return _folder_problems(_folder_path(name), progress)
+    if not entry.folder:
+        return [problem for file in entry.files if (problem := file.problem(root))]
+    return _folder_problems(root / entry.folder, progress) if entry.present(root) else [str(entry.missing(root))]
+
+
+def _folder_problems(path: Path, progress: Progress | None) -> list[str]:
+    from memnorm.lab.data.folder import problems
+
+    return problems(path, progress)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("epoch_length", "order", "sweep"):
+        return _function(f"plans:{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _function(home: str) -> Any:
+    module, name = home.split(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+
+def _root(root: Path | str | None) -> Path:
+    return default_root() if root is None else Path(root).expanduser()
+
+
+def _entry(name: str) -> DataSet:
+    if name not in DATA_SETS:
+        raise UsageError(f"{_unknown(name)} An image folder is used where it is; there is nothing to get.")
+    return DATA_SETS[name]
+
+
+def _folder_path(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if os.sep in name or name.startswith(("~", ".")):
+        raise DataMissing(
+            f"there is no folder {path}. A data folder has train/ and val/ (or test/), a folder per class."
+        )
+    raise UsageError(f"{_unknown(name)} The path of an image folder with train/ and val/ works too.")
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, DATA_SETS, n=2)
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    return f"unknown data set {name!r}.{meant} There are {', '.join(DATA_SETS)}."
+
+
+def _options(name: str, defaults: dict[str, int], given: dict[str, Any]) -> dict[str, int]:
+    """Defaults and what was given; every option is a whole number of at least 1."""
+    for option, value in given.items():
+        if option not in defaults:
+            known = f"it takes {', '.join(defaults)}" if defaults else "it takes none"
+            raise UsageError(f"unknown option {option!r} for {name}; {known}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name}: {option} must be a whole number of at least 1; got {value!r}")
+    return {**defaults, **given}

@@ -1,0 +1,82 @@
+"""Files that are whole or absent: written beside their place, flushed to the disk, then moved there in one step."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from memnorm.lab.errors import LabError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, name: Callable[[Path], str] | None = None) -> Iterator[Path]:
+    """A path to write to; it takes `path`'s place if the block ends well and vanishes if it does not. `name`, given the
+    finished file, chooses another name in the same folder.
+    """
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, made = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        temporary = Path(made)
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.chmod(0o666 & ~_umask())
+            temporary.replace(path.with_name(name(temporary)) if name else path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def append_line(path: Path, line: str) -> None:
+    """One write to the end of a file; a line that a kill or a full disk cut short is ended first."""
+    with explained(path), path.open("ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            line = line if file.read(1) == b"\n" else "\n" + line
+        file.write(line.encode() + b"\n")
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Errors of the file system in words; nothing that was there before is touched."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise LabError(
+                f"the disk is full: {path} could not be written. Nothing saved before is lost: free some space and "
+                "give the same command again; it goes on from the last checkpoint."
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise LabError(f"no permission to write {path}; choose another folder") from error
+        raise LabError(f"{path} could not be written: {error}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename survive a power cut, where the system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,105 @@
+"""Where a run is computed: versions, machine, device, threads, memory. Nothing that names a person or a place."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import memnorm
+
+LIBRARIES = ("torch", "numpy", "matplotlib", "jsonargparse", "rich", "jinja2", "scikit-learn", "pillow")
+
+
+def session(device: str, threads: int, iteration: int) -> dict[str, Any]:
+    """The entry of env.json for a process that starts to work on a run."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "iteration": iteration,
+        "threads": threads,
+        "device": device,
+        "memnorm": memnorm.__version__,
+        "commit": commit(),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "machine": machine(),
+        "kernels": kernels(),
+    }
+
+
+def machine() -> str:
+    return f"{platform.system()} {platform.machine()}, {cores()} cores, {processor()}"
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return platform.processor() or "unknown processor"
+
+
+def kernels() -> str:
+    """What computes the memorized layers."""
+    return "torch ops"
+
+
+def version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit of the clone that this package stands in, marked if its files were changed; None for an installed
+    package.
+    """
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        answer = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10)
+        return answer.stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        top = Path(git("rev-parse", "--show-toplevel"))
+        if (top / "memnorm/lab/environment.py").exists():
+            changed = git("-C", str(top), "status", "--porcelain", "--", "memnorm")
+            return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+    return None
+
+
+class PeakMemory:
+    """The largest resident memory of this process since it was made, in MiB; on a GPU, what torch allocated there."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device if device.startswith("cuda") else None
+        if self._cuda:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: restart the high-water mark
+
+    def read(self) -> float | None:
+        if self._cuda:
+            import torch
+
+            return round(torch.cuda.max_memory_allocated(self._cuda) / 2**20, 1)
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM"):
+                    return round(int(line.split()[1]) / 1024, 1)
+        return None

@@ -1,0 +1,111 @@
+"""The layers against the paper's equations as they are printed: largest difference over whole trainings, in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import memnorm
+from memnorm import reference
+
+LAYERS = {
+    "1d": (memnorm.MemorizedBatchNorm1d, (6, 3)),
+    "2d": (memnorm.MemorizedBatchNorm2d, (3, 3, 4, 4)),
+    "3d": (memnorm.MemorizedBatchNorm3d, (2, 3, 2, 3, 3)),
+}
+MEMORY_SIZES = (1, 2, 20, None)
+STEPS = 25
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was compared, and the largest difference found."""
+
+    what: str
+    difference: float
+
+
+def check() -> list[Check]:
+    return [*_layers(), *_algorithm_1()]
+
+
+def _layers() -> Iterator[Check]:
+    """Outputs, gradients and inference of single layers over batches that drift, λ changing on the way."""
+    for kind, (make, shape) in LAYERS.items():
+        largest = 0.0
+        for memory_size in MEMORY_SIZES:
+            ours = make(3, memory_size=memory_size, dtype=torch.float64)
+            paper = reference.ReferenceBatchNorm(3, memory_size=memory_size)
+            random = torch.Generator().manual_seed(0)
+            for step in range(STEPS):
+                strength = (0.1, 0.5, 0.9)[3 * step // STEPS]
+                ours.set_strength(strength)
+                paper.strength = strength
+                batch = torch.randn(shape, generator=random, dtype=torch.float64) * (1 + step / 10) + step / 5
+                direction = torch.randn(shape, generator=random, dtype=torch.float64)
+                largest = max(largest, _one_step(ours, paper, batch, direction))
+        yield Check(f"{kind} layer, memory of 1, 2, 20 and all batches, {STEPS} steps", largest)
+
+
+def _one_step(ours: nn.Module, paper: nn.Module, batch: Tensor, direction: Tensor) -> float:
+    answers = []
+    for layer in (ours, paper):
+        x = batch.clone().requires_grad_()
+        y = layer(x)
+        (gradient,) = torch.autograd.grad(y, x, direction)
+        layer.eval()
+        with torch.no_grad():
+            inference = layer(batch)
+        layer.train()
+        answers.append((y.detach(), gradient, inference))
+    return max(float((one - other).abs().max()) for one, other in zip(*answers, strict=True))
+
+
+def _network(make: type[nn.Module]) -> nn.Sequential:
+    """The same weights whatever the norm."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3, dtype=torch.float64), nn.Identity(), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3).double()
+    )
+    net[1] = make(4).double()
+    return net
+
+
+def _algorithm_1() -> Iterator[Check]:
+    """Whole trainings of a network: losses and final weights."""
+    random = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(4, 1, 6, 6, generator=random, dtype=torch.float64), torch.randint(3, (4,), generator=random))
+        for _ in range(STEPS)
+    ]
+    with torch.random.fork_rng(devices=[]):
+        for double in (False, True):
+            paper, ours = _network(reference.ReferenceBatchNorm), _network(memnorm.MemorizedBatchNorm2d)
+            wanted = reference.algorithm_1(paper, batches, nn.functional.cross_entropy, 0.1, double_forward=double)
+            found = _train(ours, batches, double)
+            pairs = itertools.chain(
+                zip(wanted, found, strict=True),
+                ((a.detach(), b.detach()) for a, b in zip(paper.parameters(), ours.parameters(), strict=True)),
+            )
+            largest = max(float((torch.as_tensor(a) - torch.as_tensor(b)).abs().max()) for a, b in pairs)
+            scheme = "with Double-Forward" if double else "with a single forward"
+            yield Check(f"Algorithm 1 {scheme}, losses and weights of a network, {STEPS} steps", largest)
+
+
+def _train(net: nn.Module, batches: list[tuple[Tensor, Tensor]], double: bool) -> list[float]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    handle = memnorm.double_forward(net, optimizer) if double else None
+    losses = []
+    for x, target in batches:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if handle is not None:
+        handle.remove()
+    return losses

@@ -1,0 +1,73 @@
+"""Who hears what while runs go on: one run talks to a `Listener`, many runs to a `GridListener`. No torch in here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from memnorm.lab.spec import RunSpec
+
+
+class Listener:
+    """Hears how a run goes on. This one keeps quiet."""
+
+    def began(self, spec: RunSpec, iteration: int) -> None: ...
+
+    def stepped(self, iteration: int) -> None: ...
+
+    def evaluated(self, line: dict[str, Any]) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: finished, diverged or failed."""
+
+    spec: RunSpec
+    status: str
+    message: str = ""
+    result: dict[str, Any] | None = None
+
+
+class GridListener:
+    """Hears how a grid goes on. This one keeps quiet."""
+
+    def began(self, spec: RunSpec, iteration: int) -> None: ...
+
+    def stepped(self, spec: RunSpec, iteration: int) -> None: ...
+
+    def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None: ...
+
+    def message(self, spec: RunSpec, text: str) -> None: ...
+
+    def ended(self, outcome: Outcome) -> None: ...
+
+
+class Relay(Listener):
+    """Passes on what one run says, with the run's name to it, and steps no more often than an eye can follow."""
+
+    def __init__(self, spec: RunSpec, send: Callable[..., None]) -> None:
+        self.spec, self.send = spec, send
+        self._sent = 0.0
+
+    def began(self, spec: RunSpec, iteration: int) -> None:
+        self.send("began", spec, iteration)
+
+    def stepped(self, iteration: int) -> None:
+        now = time.monotonic()
+        if now - self._sent > 0.2 or iteration == self.spec.iterations:
+            self._sent = now
+            self.send("stepped", self.spec, iteration)
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        self.send("evaluated", self.spec, line)
+
+    def message(self, text: str) -> None:
+        self.send("message", self.spec, text)
+
+
+def relay(spec: RunSpec, listener: GridListener) -> Relay:
+    return Relay(spec, lambda kind, *arguments: getattr(listener, kind)(*arguments))

@@ -1,0 +1,164 @@
+"""A user's model: `package.module:factory`, imported from the current folder or from what is installed.
+
+The factory is given what its signature names: `num_classes` (or `classes`), `in_channels`, `norm_layer`; and the run's
+options. What it returns is tried on two blank images once, so that a wrong number of classes is found out here and not
+in the middle of a grid.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memnorm.lab.errors import UsageError
+from memnorm.lab.models.parts import NormLayer, Shape
+
+
+def build(name: str, classes: int, image_shape: Shape, norm_layer: NormLayer, options: dict[str, Any]) -> nn.Module:
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+        raise UsageError(
+            f"model {name!r}: write your own model as package.module:factory, with dots between packages; "
+            f"my_nets/small.py with a function make() is my_nets.small:make"
+        )
+    factory = _factory(name, module, attribute)
+    arguments = _arguments(name, factory, classes, image_shape, norm_layer) | options
+    _check_call(name, factory, arguments)
+    try:
+        model = factory(**arguments)
+    except Exception as error:
+        raise UsageError(f"model {name}: {_call(attribute, arguments)} raised {_words(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model {name}: {_call(attribute, arguments)} returned {type(model).__name__}; a factory must return the "
+            f"model, a torch.nn.Module"
+        )
+    _check_output(name, model, classes, image_shape)
+    return model
+
+
+def _factory(name: str, module: str, attribute: str) -> Callable[..., Any]:
+    found: Any = _imported(name, module)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [one for one in dir(found) if not one.startswith("_") and callable(getattr(found, one))]
+            near = difflib.get_close_matches(part, names, n=3) or names[:8]
+            raise UsageError(
+                f"model {name}: {module} has no {attribute!r}; it has {', '.join(near) or 'nothing that can be called'}"
+            )
+        found = getattr(found, part)
+    if isinstance(found, nn.Module):
+        raise UsageError(
+            f"model {name}: {attribute} is a model already; name a function (or class) that makes one, since each run "
+            f"starts with fresh weights"
+        )
+    if not callable(found):
+        raise UsageError(f"model {name}: {attribute} is {type(found).__name__}, not a function that makes a model")
+    return found
+
+
+def _imported(name: str, module: str) -> Any:
+    here = os.getcwd()
+    if not {here, ""} & set(sys.path):
+        sys.path.insert(0, here)  # and there it stays: a model may import more when it runs
+        importlib.invalidate_caches()
+    try:
+        with torch.random.fork_rng(devices=[]):  # only a first import runs the module: what it draws must not count
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            raise UsageError(
+                f"model {name}: there is no module {error.name!r} in {here} or among the installed packages. Run the "
+                f"command in the folder that holds it, or add that folder to PYTHONPATH."
+            ) from error
+        raise UsageError(f"model {name}: importing {module} raised {_words(error)}; install what it needs") from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"model {name}: importing {module} raised {_words(error)}") from error
+
+
+def _arguments(
+    name: str, factory: Callable[..., Any], classes: int, image_shape: Shape, norm_layer: NormLayer
+) -> dict[str, Any]:
+    """What the signature asks for. One that ends in **kwargs hands `num_classes` on, as torchvision's do."""
+    parameters = _parameters(factory)
+    named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    arguments: dict[str, Any] = {}
+    if "num_classes" in named or (anything and "classes" not in named):
+        arguments["num_classes"] = classes
+    elif "classes" in named:
+        arguments["classes"] = classes
+    if "in_channels" in named:
+        arguments["in_channels"] = image_shape[0]
+    if "norm_layer" in named or (anything and norm_layer is not nn.BatchNorm2d):
+        arguments["norm_layer"] = norm_layer
+    elif norm_layer is not nn.BatchNorm2d:
+        raise UsageError(
+            f"model {name}: the factory takes no norm_layer; give it one, or replace its batch norms with "
+            f"memnorm.convert"
+        )
+    return arguments
+
+
+def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # written in C, say
+        return [inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)]
+
+
+def _check_call(name: str, factory: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        raise UsageError(
+            f"model {name}: the factory's parameters are {inspect.signature(factory)}, and "
+            f"{', '.join(arguments) or 'nothing'} would be given: {error}. Values for further parameters go into the "
+            f"model's options; num_classes, in_channels and norm_layer are filled in where the signature names them."
+        ) from error
+    except ValueError:
+        pass  # no signature: the call itself will tell
+
+
+def _check_output(name: str, model: nn.Module, classes: int, image_shape: Shape) -> None:
+    modes = [(module, module.training) for module in model.modules()]
+    first = next(model.parameters(), None)
+    device, dtype = (None, None) if first is None else (first.device, first.dtype)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = model.eval()(torch.zeros(2, *image_shape, device=device, dtype=dtype))
+    except Exception as error:
+        shape = "×".join(map(str, image_shape))
+        raise UsageError(
+            f"model {name}: it was given two images of shape {shape} (channels, height, width) and raised "
+            f"{_words(error)}. Choose data of the shape it is made for, or let the factory take in_channels."
+        ) from error
+    finally:
+        for module, mode in modes:
+            module.training = mode  # one by one: a layer that was put in eval stays there
+    if not isinstance(output, Tensor) or output.shape != (2, classes):
+        got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise UsageError(
+            f"model {name}: for two images it must return a tensor of shape (2, {classes}), a value per class; got "
+            f"{got}. A factory that takes num_classes is told the number."
+        )
+
+
+def _call(attribute: str, arguments: dict[str, Any]) -> str:
+    return f"{attribute}({', '.join(f'{key}={_short(value)}' for key, value in arguments.items())})"
+
+
+def _short(value: Any) -> str:
+    return getattr(value, "__name__", None) or repr(value)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

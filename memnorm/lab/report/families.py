@@ -1,0 +1,178 @@
+"""Runs outside the paper's tables, put together so that they can be compared.
+
+A family differs in norm, scheme, batch size and seed only. Two fields may vary besides: the learning rate, which can be
+tuned for each norm, and the length, which can follow the batch size. Both are shown; where they would put two runs in
+one place, or runs of different length side by side, the family is taken apart by them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from memnorm.lab.report.model import Family, Group, final
+from memnorm.lab.report.verdict import Cost, Verdict, verdict
+from memnorm.lab.spec import RunSpec
+
+ARM_FIELDS = ("norm", "norm_options", "scheme", "every", "fraction", "strength")
+LOOSE_FIELDS = ("learning_rate", "iterations", "evaluations", "warmup")
+SAME_LENGTH = 1.15  # numbers of images seen that differ by less than this are one number of epochs, rounded
+MOST_NAMES = 5
+NORM_ORDER = ("bn", "brn", "normprop", "mbn")
+
+
+def families(groups: Sequence[Group]) -> list[Family]:
+    """All of `groups`, each in one family, the largest comparisons first."""
+    found = [_family(part) for bucket in _buckets(groups, _common).values() for part in _take_apart(bucket)]
+    return sorted(found, key=lambda one: (-len(one.arms), one.title, one.about, one.name))
+
+
+def _common(spec: RunSpec) -> str:
+    loose = {*ARM_FIELDS, *LOOSE_FIELDS, "batch_size", "seed"}
+    return json.dumps({name: value for name, value in spec.as_dict().items() if name not in loose}, sort_keys=True)
+
+
+def _arm(spec: RunSpec) -> str:
+    return json.dumps([spec.as_dict()[name] for name in ARM_FIELDS], sort_keys=True)
+
+
+def _buckets(groups: Sequence[Group], key: Callable[[RunSpec], Any]) -> dict[Any, list[Group]]:
+    buckets: dict[Any, list[Group]] = {}
+    for group in groups:
+        buckets.setdefault(key(group.spec), []).append(group)
+    return buckets
+
+
+def _take_apart(groups: list[Group]) -> list[list[Group]]:
+    """The fewest parts in which every run has a place of its own."""
+    length = _lengths([group.spec for group in groups])
+    splits: tuple[Callable[[RunSpec], Any], ...] = (
+        lambda spec: None,
+        lambda spec: spec.learning_rate,
+        lambda spec: length[_images(spec)],
+        lambda spec: spec.iterations,
+        lambda spec: (spec.learning_rate, length[_images(spec)]),
+        lambda spec: tuple(getattr(spec, name) for name in LOOSE_FIELDS),
+    )
+    ways = [list(_buckets(groups, split).values()) for split in splits]
+    return min((parts for parts in ways if all(map(_comparable, parts))), key=len)
+
+
+def _images(spec: RunSpec) -> int:
+    return spec.iterations * spec.batch_size
+
+
+def _lengths(specs: Sequence[RunSpec]) -> dict[int, int]:
+    """Images seen in a run to the number of its cluster."""
+    found: dict[int, int] = {}
+    last = 0
+    for images in sorted(map(_images, specs)):
+        cluster = found[last] + (images > SAME_LENGTH * last) if found else 0
+        found.setdefault(images, cluster)
+        last = images
+    return found
+
+
+def _comparable(groups: Sequence[Group]) -> bool:
+    places = {(_arm(group.spec), group.spec.batch_size) for group in groups}
+    lengths = {(group.spec.batch_size, group.spec.iterations) for group in groups}
+    return len(places) == len(groups) and len(lengths) == len({size for size, _ in lengths})
+
+
+def _family(groups: Sequence[Group]) -> Family:
+    labels = arm_labels([group.spec for group in groups])
+    ordered = sorted(groups, key=lambda group: (_rank(group.spec), labels[_arm(group.spec)], group.spec.batch_size))
+    named = tuple((labels[_arm(group.spec)], group) for group in ordered)
+    spec = ordered[0].spec
+    digest = hashlib.sha256("".join(sorted(group.key for group in groups)).encode()).hexdigest()[:8]
+    return Family(
+        f"runs-{digest}", _title(spec, [label for label, _ in named]), _about(ordered), named, _verdict(named)
+    )
+
+
+def _title(spec: RunSpec, labels: Sequence[str]) -> str:
+    arms = list(dict.fromkeys(labels))
+    compared = f": {', '.join(arms[:MOST_NAMES])}{', …' if len(arms) > MOST_NAMES else ''}" if len(arms) > 1 else ""
+    return f"{spec.model} on {spec.data}{compared}"
+
+
+def _rank(spec: RunSpec) -> tuple[int, str, bool]:
+    known = NORM_ORDER.index(spec.norm) if spec.norm in NORM_ORDER else len(NORM_ORDER) - 1.5
+    return int(2 * known), spec.norm, spec.scheme == "double"
+
+
+def arm_labels(specs: Sequence[RunSpec]) -> dict[str, str]:
+    """Arm identity to label: BN, MBN-2, and the options where the name alone would not tell two arms apart."""
+    arms = {_arm(spec): spec for spec in specs}
+    labels = {}
+    for key, spec in arms.items():
+        rivals = [other for other in arms.values() if other.arm == spec.arm]
+        options = [_options(other) for other in rivals]
+        telling = [name for name in sorted({name for one in options for name in one}) if _differ(name, options)]
+        mine = _options(spec)
+        labels[key] = " ".join([spec.arm, *(f"{name}={mine[name]}" for name in telling if name in mine)])
+    return labels
+
+
+def _options(spec: RunSpec) -> dict[str, Any]:
+    own = {"λ": "–".join(f"{one:g}" for one in spec.strength), "every": spec.every, "fraction": f"{spec.fraction:g}"}
+    return {**spec.norm_options, **own}
+
+
+def _differ(name: str, options: Sequence[dict[str, Any]]) -> bool:
+    return len({repr(one.get(name)) for one in options}) > 1
+
+
+def _about(groups: Sequence[Group]) -> str:
+    """What the runs have in common and what is unusual about them, in a line."""
+    specs = [group.spec for group in groups]
+    spec = specs[0]
+    parts = [f"{_span([one.iterations for one in specs])} iterations"]
+    parts.append(f"learning rate {_span([one.learning_rate for one in specs])}")
+    unusual = {name: value for name, value in spec.identity.items() if name not in _TOLD}
+    if spec.holdout:
+        parts.append(f"evaluated on {spec.holdout:,} held-out training images, not on the test set")
+    parts += [f"{name.replace('_', ' ')} {_plain(value)}" for name, value in sorted(unusual.items())]
+    return "; ".join(parts) + "."
+
+
+_TOLD = {*ARM_FIELDS, *LOOSE_FIELDS, "batch_size", "seed", "model", "data", "holdout"}
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={one}" for name, one in sorted(value.items()))
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _verdict(groups: Sequence[tuple[str, Group]]) -> Verdict | None:
+    """For two arms and more; not for runs that only served to choose a setting."""
+    if len({label for label, _ in groups}) < 2 or groups[0][1].spec.holdout:
+        return None
+    results: dict[str, dict[int, dict[int, float | None]]] = {}
+    for label, group in groups:
+        results.setdefault(label, {})[group.spec.batch_size] = {
+            run.spec.seed: final(run) for run in group.runs if run.status == "diverged" or final(run) is not None
+        }
+    return verdict(results, _costs(groups))
+
+
+def _costs(groups: Sequence[tuple[str, Group]]) -> dict[str, dict[int, Cost]]:
+    """Times of runs on one machine can be compared; other times cannot."""
+    names = ("machine", "device", "threads")
+    machines = {tuple(str(run.environment.get(name)) for name in names) for _, group in groups for run in group.runs}
+    if len(machines) > 1:
+        return {}
+    costs: dict[str, dict[int, Cost]] = {}
+    for label, group in groups:
+        costs.setdefault(label, {})[group.spec.batch_size] = group.cost
+    return costs

@@ -1,0 +1,120 @@
+"""The report as Markdown, with the figures as files beside it. Texts from runs cannot start markup of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from memnorm.lab.report import present
+from memnorm.lab.report.figures import Picture
+from memnorm.lab.report.model import Page
+
+FIGURES = "figures"
+
+
+def render(page: Page, pictures: Mapping[str, Picture]) -> str:
+    return "\n".join(_lines(page, pictures)) + "\n"
+
+
+def figure_file(name: str, index: int) -> str:
+    return f"{FIGURES}/{name}-{index}.svg"
+
+
+def plain(text: object) -> str:
+    """Text that Markdown and HTML leave alone."""
+    text = " ".join(str(text).split())
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = re.sub(r"([\\`*_{}\[\]|~$])", r"\\\1", text)
+    text = re.sub(r"^(?=(?:[#+=-]+)(?: |$))", r"\\", text)  # a heading, a list, a rule
+    return re.sub(r"^(\d+)(?=[.)](?: |$))", r"\1\\", text)  # a numbered list
+
+
+def _lines(page: Page, pictures: Mapping[str, Picture]) -> Iterator[str]:
+    yield f"# {plain(page.title)}"
+    yield ""
+    for name, value in page.facts:
+        yield f"- {plain(name)}: {plain(value)}"
+    for problem in page.problems:
+        yield f"- Not read: {plain(problem)}"
+    for section in page.sections:
+        yield f"\n## {plain(section.title)}\n"
+        for paragraph in section.paragraphs:
+            yield f"{plain(paragraph)}\n"
+        for grid in section.grids:
+            yield f"{plain(grid.caption or grid.title)}\n"
+            yield from table(grid.header, grid.rows)
+            yield ""
+    for part in present.parts(page):
+        yield f"\n## {plain(part.title)}\n"
+        yield from _part(part, pictures)
+    yield "\n## How each number was obtained\n"
+    yield f"{plain(present.ACCOUNT)}\n"
+    yield from _account(page)
+
+
+def _part(part: present.Part, pictures: Mapping[str, Picture]) -> Iterator[str]:
+    if part.scale is not None:
+        if part.empty and part.scale.scale == "paper":
+            yield f"{plain(present.NOTHING_AT_PAPER_SCALE)}\n"
+        yield f"> {plain(part.scale.rules)}\n"
+        for view in part.scale.tables:
+            yield from _paper_table(present.show_table(view))
+        for figure in part.scale.figures:
+            yield from _figure(figure.name, pictures, present.absent(figure))
+    for family in part.families:
+        yield f"### {plain(family.title)}\n"
+        yield f"{plain(family.about)}\n"
+        if family.verdict:
+            yield f"**{plain(family.verdict.headline)}**\n"
+            yield from (f"- {plain(line)}" for line in family.verdict.details)
+            yield ""
+        rows = [
+            [one.plain if isinstance(one, present.Shown) else one for one in row] for row in present.family_rows(family)
+        ]
+        yield from table(present.FAMILY_HEADER, rows)
+        yield ""
+        yield from _figure(family.name, pictures, "", "####")
+
+
+def _paper_table(shown: present.ShownTable) -> Iterator[str]:
+    yield f"### {plain(shown.title)}\n"
+    yield f"{plain(shown.caption)}\n"
+    pairs = [[f"{column}: paper", f"{column}: ours"] if shown.beside_print else [column] for column in shown.columns]
+    rows = [
+        [row, *(f"{one.plain}{f' [{one.mark}]' if one.mark else ''}" for one in cells)] for row, cells in shown.rows
+    ]
+    yield from table(["", *(name for pair in pairs for name in pair)], rows)
+    yield ""
+    for letter, note in shown.notes:
+        yield f"{plain(f'[{letter}] {note}')}.\n"
+    for line in shown.apart:
+        yield f"{plain(line)}\n"
+
+
+def _figure(name: str, pictures: Mapping[str, Picture], more: str, level: str = "###") -> Iterator[str]:
+    if name in pictures:
+        picture = pictures[name]
+        yield f"{level} {plain(picture.title)}\n"
+        for index, panel in enumerate(picture.panels, 1):
+            title = f"{plain(panel.title)}\n\n" if panel.title else ""
+            yield f"{title}![{plain(panel.description)}]({figure_file(name, index)})\n"
+        yield f"{plain(' '.join([picture.caption, more]))}\n"
+
+
+def _account(page: Page) -> Iterator[str]:
+    for group in page.groups:
+        yield f"### {plain(group.title)}\n"
+        yield f"{plain(present.group_number(group))}. {plain(present.settings(group))}.\n"
+        yield from table(present.RUN_HEADER, present.run_rows(group))
+        yield ""
+        for place in group.places:
+            yield f"{plain(place)}\n"
+
+
+def table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    def line(cells: Sequence[object]) -> str:
+        return f"| {' | '.join(plain(cell) for cell in cells)} |"
+
+    yield line(header)
+    yield f"|{'|'.join(' --- ' if index == 0 else ' ---: ' for index in range(len(header)))}|"
+    yield from map(line, rows)

@@ -1,0 +1,262 @@
+"""Contents as texts, the same for HTML and Markdown: cells with their footnotes, rows of runs, times and sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memnorm.lab.report.model import (
+    APART,
+    NOT_APPLICABLE,
+    CellView,
+    Family,
+    FigureView,
+    Group,
+    Page,
+    ScaleView,
+    TableView,
+    best,
+    condition,
+    mean,
+    measured,
+    memory_mb,
+    progress,
+    step_ms,
+)
+from memnorm.lab.statistics import Sample, number
+from memnorm.lab.store import StoredRun
+from memnorm.lab.tables.parts import Cell
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SMOKE_CAPTION = "A check that the cells run: the numbers mean nothing."
+FROM_TEXT = "from the paper's text"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a cell of a table says: a number, its spread, a word about what is wrong, footnotes, the runs behind it."""
+
+    text: str
+    kind: str = "number"  # or missing, none, trouble
+    spread: str = ""
+    trouble: str = ""
+    mark: str = ""
+    anchor: str = ""
+    header: bool = False
+
+    @property
+    def plain(self) -> str:
+        trouble = f" ({self.trouble})" if self.trouble else ""
+        return f"{self.text}{f' {self.spread}' if self.spread else ''}{trouble}"
+
+
+@dataclass(frozen=True)
+class ShownTable:
+    name: str
+    title: str
+    caption: str
+    columns: tuple[str, ...]
+    beside_print: bool  # each column is two: paper, ours
+    rows: tuple[tuple[str, tuple[Shown, ...]], ...]
+    notes: tuple[tuple[str, str], ...]
+    apart: tuple[str, ...]
+
+
+def sampled(sample: Sample | None, group: Group | None, trouble: str, missing: str) -> Shown:
+    anchor = group.anchor if group else ""
+    if sample is None:
+        kind = "trouble" if group else "none" if missing == NOT_APPLICABLE else "missing"
+        return Shown(trouble or missing, kind, anchor=anchor)
+    spread = "" if sample.sd is None else f"± {number(sample.sd)} "
+    return Shown(number(sample.mean), spread=f"{spread}(n = {sample.n})", trouble=trouble, anchor=anchor)
+
+
+def show_table(view: TableView) -> ShownTable:
+    notes: dict[str, str] = {}
+    rows = []
+    for row in view.table.rows:
+        shown: list[Shown] = []
+        for column in view.table.columns:
+            one = view.cell(row, column)
+            mark = _mark(_note(one, view), notes)
+            if view.beside_print:
+                shown += _beside_print(one, mark)
+            else:
+                shown.append(_with(_ours(one), mark))
+        rows.append((row, tuple(shown)))
+    return ShownTable(
+        name=view.name,
+        title=view.table.title + ("" if view.beside_print else f" ({view.scale} scale)"),
+        caption=view.table.caption if view.scale != "smoke" else SMOKE_CAPTION,
+        columns=view.table.columns,
+        beside_print=view.beside_print,
+        rows=tuple(rows),
+        notes=tuple((letter, text) for text, letter in notes.items()),
+        apart=tuple(_apart(one) for one in view.cells if view.beside_print and one.apart),
+    )
+
+
+def _ours(one: CellView) -> Shown:
+    return sampled(one.ours, one.group, one.status, one.missing)
+
+
+def _beside_print(one: CellView, mark: str) -> list[Shown]:
+    """The printed number and ours; the footnote goes with whichever it is about."""
+    printed = Shown("–", "none") if one.cell.printed is None else Shown(number(one.cell.printed))
+    ours = Shown(APART, "missing", anchor=one.group.anchor) if one.apart and one.group else _ours(one)
+    return [printed, _with(ours, mark)] if one.cell.printed is None else [_with(printed, mark), ours]
+
+
+def _with(shown: Shown, mark: str) -> Shown:
+    return Shown(shown.text, shown.kind, shown.spread, shown.trouble, mark, shown.anchor)
+
+
+def _note(one: CellView, view: TableView) -> str:
+    cell: Cell = one.cell
+    if cell.spec is None:
+        return cell.note
+    if not view.beside_print or (cell.source == "not printed" and one.group is None):
+        return ""
+    words = [FROM_TEXT] if cell.source == "text" and cell.printed is not None else []
+    words += ["derived"] if cell.source == "derived" else []
+    return ": ".join([*words, cell.note] if cell.note else words)
+
+
+def _mark(note: str, notes: dict[str, str]) -> str:
+    if not note:
+        return ""
+    return notes.setdefault(note, LETTERS[len(notes) % len(LETTERS)])
+
+
+def _apart(one: CellView) -> str:
+    return f"{one.cell.row}, {one.cell.column}, ours: {_ours(one).plain}. Not beside the print: {one.cell.note}."
+
+
+RUN_HEADER = ("seed", "state", "last error", "best error", "iterations", "time", "ms/step", "peak memory", "started")
+
+
+def run_row(run: StoredRun) -> tuple[str, ...]:
+    """One run in the account of how a number was obtained; the best is given with its iteration, beside the last."""
+    line = run.result.get("final") if run.result else run.metrics[-1] if run.metrics else None
+    last, lowest = measured(line, "test_error"), best(run)
+    seconds = measured(run.result, "seconds") or measured(line, "seconds")
+    started = str(run.environment.get("started") or "")[:16].replace("T", " ")
+    return (
+        str(run.spec.seed),
+        condition(run),
+        "–" if last is None else number(last),
+        "–" if lowest is None else f"{number(lowest[0])} at {lowest[1]:,}",
+        f"{progress(run):,}",
+        duration(seconds),
+        milliseconds(step_ms(run)),
+        megabytes(memory_mb(run)),
+        started or "–",
+    )
+
+
+def run_rows(group: Group) -> list[tuple[str, ...]]:
+    return [run_row(run) for run in group.runs]
+
+
+FAMILY_HEADER = ("norm", "batch", "learning rate", "iterations", "error (%)", "best (%)", "ms/step", "peak memory")
+
+
+def family_rows(family: Family) -> list[tuple[str | Shown, ...]]:
+    """A row per arm and batch size; the best is the mean of each seed's lowest error."""
+    rows: list[tuple[str | Shown, ...]] = []
+    for label, group in family.groups:
+        lowest = [found[0] for run in group.having("finished") if (found := best(run))]
+        cost = group.cost
+        rows.append(
+            (
+                label,
+                f"{group.spec.batch_size:,}",
+                f"{group.spec.base_learning_rate:.4g}",
+                f"{group.spec.iterations:,}",
+                sampled(group.sample(), group, group.trouble, "no number"),
+                "–" if not lowest else number(mean(lowest) or 0.0),
+                milliseconds(cost.step_ms),
+                megabytes(cost.memory_mb),
+            )
+        )
+    return rows
+
+
+def group_number(group: Group) -> str:
+    return sampled(group.sample(), group, group.trouble, "no number").plain
+
+
+def seeds(group: Group) -> str:
+    return ", ".join(str(run.spec.seed) for run in group.runs)
+
+
+def settings(group: Group) -> str:
+    """What differs from the defaults of a run, in a line."""
+    return (
+        ", ".join(f"{name} {value}" for name, value in group.spec.identity.items() if name != "seed") or "all defaults"
+    )
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def milliseconds(time: float | None) -> str:
+    return "–" if time is None else f"{time:.2f}" if time < 10 else f"{time:.1f}" if time < 100 else f"{time:,.0f}"
+
+
+def megabytes(size: float | None) -> str:
+    return "–" if size is None else f"{size:,.0f} MiB"
+
+
+SCALE_TITLES = {
+    "paper": "The paper's tables and figures",
+    "reduced": "The paper's experiments, reduced",
+    "smoke": "Smoke check of the paper's experiments",
+}
+NOTHING_AT_PAPER_SCALE = "No run at paper scale is in the store. These are the printed numbers, and what is missing."
+ACCOUNT = (
+    "Every number is the error on the test images at the last evaluation of a run, never the best of several "
+    "evaluations; the best is given beside it, with its iteration. Seeds are averaged: mean ± standard deviation "
+    "(n − 1) over n runs. Runs that diverged or are not finished are named, not averaged. Times leave out evaluation."
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chapter of the report: the paper at one scale, or the other runs."""
+
+    anchor: str
+    title: str
+    scale: ScaleView | None = None
+    families: tuple[Family, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Only printed numbers."""
+        if self.scale is None or self.scale.figures:
+            return False
+        return not any(one.group for table in self.scale.tables for one in table.cells)
+
+
+def parts(page: Page) -> list[Part]:
+    """What has results first, the smoke check after it, and tables that nothing was run for last."""
+    scales = {scale.scale: Part(scale.scale, SCALE_TITLES[scale.scale], scale) for scale in page.scales}
+    found = [scales[name] for name in ("paper", "reduced") if name in scales and not scales[name].empty]
+    if page.families:
+        found.append(Part("others", "Other runs" if found or "smoke" in scales else "Runs", families=page.families))
+    found += [scales["smoke"]] if "smoke" in scales else []
+    return found + ([scales["paper"]] if "paper" in scales and scales["paper"].empty else [])
+
+
+def absent(view: FigureView) -> str:
+    """The curves of a figure that have no run, in a sentence or a count."""
+    names = view.absent
+    if not names:
+        return ""
+    return (
+        f"Not run: {', '.join(names)}." if len(names) <= 6 else f"Not run: {len(names)} of {len(view.curves)} curves."
+    )

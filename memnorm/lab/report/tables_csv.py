@@ -1,0 +1,134 @@
+"""The same numbers for programs: a CSV file per table, one for each comparison, and one with every run.
+
+Printed numbers stand in the files at paper scale only. A text that a spreadsheet would take for a formula gets an
+apostrophe in front; numbers are left as they are.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from memnorm.lab.report.model import (
+    CellView,
+    Family,
+    Page,
+    TableView,
+    best,
+    final,
+    measured,
+    memory_mb,
+    progress,
+    step_ms,
+)
+from memnorm.lab.statistics import Sample
+from memnorm.lab.store import StoredRun
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+OURS = ("metric", "mean", "sd", "n", "status", "seeds", "runs")
+TABLE_COLUMNS = ("table", "scale", "row", "column", "printed", "printed_in", *OURS, "note")
+FAMILY_COLUMNS = (
+    "norm",
+    "batch_size",
+    "learning_rate",
+    "iterations",
+    *OURS[1:5],
+    "step_ms",
+    "peak_memory_mb",
+    "seeds",
+    "runs",
+)
+RUN_MEASURES = ("train_loss", "train_error", "test_loss", "test_error", "test_error_top5")
+ENVIRONMENT = ("started", "memnorm", "commit", "torch", "python", "device", "threads", "kernels", "machine")
+
+
+def files(page: Page) -> Iterator[tuple[str, str]]:
+    """Names and contents."""
+    for scale in page.scales:
+        for view in scale.tables:
+            yield f"{view.name}.csv", written(TABLE_COLUMNS, [_cell(view, one) for one in view.cells])
+    for family in page.families:
+        yield f"{family.name}.csv", written(FAMILY_COLUMNS, _family(family))
+    runs = [run for group in page.groups for run in group.runs]
+    yield "runs.csv", written(None, [_run(run) for run in sorted(runs, key=lambda run: run.spec.name)])
+
+
+def written(columns: Sequence[str] | None, rows: Sequence[dict[str, Any]]) -> str:
+    target = io.StringIO()
+    writer = csv.DictWriter(target, columns or list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _safe(value) for name, value in row.items()} for row in rows)
+    return target.getvalue()
+
+
+def _safe(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(FORMULA):
+        return f"'{value}"
+    if isinstance(value, (dict, list)):
+        return json.dumps(value, ensure_ascii=False, sort_keys=True)
+    return value
+
+
+def _cell(view: TableView, one: CellView) -> dict[str, Any]:
+    runs = one.group.runs if one.group else ()
+    return {
+        "table": view.table.name,
+        "scale": view.scale,
+        "row": one.cell.row,
+        "column": one.cell.column,
+        "printed": one.cell.printed if view.beside_print and not one.apart else None,
+        "printed_in": one.cell.source if view.beside_print and one.cell.printed is not None and not one.apart else None,
+        "metric": one.cell.metric,
+        **_sample(one.ours),
+        "status": one.status or "finished",
+        "seeds": " ".join(str(run.spec.seed) for run in runs),
+        "runs": " ".join(run.spec.name for run in runs),
+        "note": one.cell.note if view.beside_print or one.spec is None else None,
+    }
+
+
+def _family(family: Family) -> list[dict[str, Any]]:
+    return [
+        {
+            "norm": label,
+            "batch_size": group.spec.batch_size,
+            "learning_rate": group.spec.base_learning_rate,
+            "iterations": group.spec.iterations,
+            **_sample(group.sample()),
+            "status": group.trouble or "finished",
+            "step_ms": group.cost.step_ms,
+            "peak_memory_mb": group.cost.memory_mb,
+            "seeds": " ".join(str(run.spec.seed) for run in group.runs),
+            "runs": " ".join(run.spec.name for run in group.runs),
+        }
+        for label, group in family.groups
+    ]
+
+
+def _sample(sample: Sample | None) -> dict[str, float | None]:
+    if sample is None:
+        return {"mean": None, "sd": None, "n": 0}
+    return {"mean": sample.mean, "sd": sample.sd, "n": sample.n}
+
+
+def _run(run: StoredRun) -> dict[str, Any]:
+    lowest = best(run)
+    last = run.result.get("final") if run.result else run.metrics[-1] if run.metrics else None
+    return {
+        "run": run.spec.name,
+        "status": run.status,
+        "iteration": progress(run),
+        **{f"last_{name}": measured(last, name) for name in RUN_MEASURES},
+        "headline_test_error": final(run),
+        "best_test_error": lowest[0] if lowest else None,
+        "best_iteration": lowest[1] if lowest else None,
+        "seconds": measured(run.result, "seconds") or measured(last, "seconds"),
+        "step_ms": step_ms(run),
+        "peak_memory_mb": memory_mb(run),
+        "parameters": run.result.get("parameters") if run.result else None,
+        **run.spec.as_dict(),
+        **{f"environment_{name}": run.environment.get(name) for name in ENVIRONMENT},
+    }

@@ -1,0 +1,268 @@
+"""What a run is: one frozen, validated dataclass, whose hash is the run's name.
+
+Every field that a number depends on is here; what only says *how* to compute it (threads, device, workers) is
+`Execution`. The hash covers the fields that differ from their defaults. So a field added later leaves the names of old
+runs alone, and a default, once released, must never change.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import re
+import types
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from memnorm.lab.errors import UsageError
+
+MEMORY_NORMS = ("mbn",)  # those with a strength λ
+OWN_WORDS = {  # arguments that a run fills in itself
+    "model_options": ("name", "classes", "image_shape", "norm_layer"),
+    "data_options": ("name", "root"),
+    "norm_options": ("model", "norm"),
+}
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a specification; the command line shows `help`."""
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One training run. The defaults are the paper's protocol on CIFAR-10."""
+
+    model: str = option("resnet20", "built-in name, or package.module:factory of your own")
+    model_options: dict[str, Any] = option({}, "keyword arguments of the model")
+    data: str = option("cifar10", "built-in name, or a folder with train/ and val/ or test/")
+    data_options: dict[str, Any] = option({}, "keyword arguments of the data set, such as image_size")
+    train_images: int | None = option(None, "train on this many images only, the same ones for every seed")
+    test_images: int | None = option(None, "evaluate on this many images only")
+    holdout: int = option(0, "hold out this many training images and evaluate on them, not on the test set")
+    augment: bool = option(True, "augment the training images")
+    sampler: Literal["shuffle", "few-classes", "sorted"] = option("shuffle", "how batches are drawn")
+    classes_per_batch: int = option(2, "for the sampler few-classes")
+    norm: str = option("bn", "a name of memnorm.norms; bn is the model as it is")
+    norm_options: dict[str, Any] = option({}, "options of the norm, such as memory_size")
+    scheme: Literal["single", "double"] = option("single", "double adds Double-Forward")
+    every: int = option(1, "Double-Forward in every n-th step only")
+    fraction: float = option(1.0, "Double-Forward with this part of each batch")
+    strength: tuple[float, ...] = option((0.1, 0.5, 0.9), "λ before, between and after the milestones, or one constant")
+    batch_size: int = option(128, "images per step")
+    iterations: int = option(78_200, "optimizer steps")
+    learning_rate: float = option(0.1, "before scaling")
+    scaling: Literal["none", "linear", "sqrt"] = option("none", "of the learning rate with batch_size/base_batch_size")
+    base_batch_size: int = option(128, "the batch size the learning rate is meant for")
+    schedule: Literal["step", "cosine", "constant"] = option("step", "step divides by 10 at each milestone")
+    milestones: tuple[float, ...] = option((0.4, 0.6), "fractions of the iterations")
+    warmup: int = option(0, "iterations of linear warm-up")
+    momentum: float = option(0.9, "of SGD")
+    weight_decay: float = option(1e-4, "of every parameter")
+    precision: Literal["float32", "float64", "bfloat16"] = option("float32", "bfloat16 is autocast")
+    evaluations: int = option(20, "how often to evaluate, evenly spaced; the last is the headline")
+    seed: int = option(0, "of initial weights, data order and augmentation, the same for every norm")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is dict:  # the caller's own may change later
+                object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
+            elif hint is float:  # 1 and 1.0 are the same run
+                object.__setattr__(self, name, float(getattr(self, name)))
+            elif get_origin(hint) is tuple:
+                object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+        for problem in _problems(self):
+            raise UsageError(f"{problem}")
+
+    @property
+    def base_learning_rate(self) -> float:
+        """After scaling with the batch size."""
+        ratio = self.batch_size / self.base_batch_size
+        return self.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scaling]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        return {name: value for name, value in self.as_dict().items() if value != _DEFAULTS[name]}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder: readable, and unique by the digest."""
+        readable = f"{self.data}-{self.model}-{self.norm}-{self.scheme}-b{self.batch_size}-s{self.seed}"
+        return f"{re.sub(r'[^A-Za-z0-9.]+', '-', readable).strip('-.')[-80:].lstrip('-.')}-{self.digest}"
+
+    @property
+    def arm(self) -> str:
+        """The norm as the paper writes it: BN, MBN-2."""
+        return arm_name(self.norm, self.scheme)
+
+    def but(self, **changes: Any) -> RunSpec:
+        return dataclasses.replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as YAML and JSON know them."""
+        plain = dataclasses.asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+    def as_yaml(self) -> str:
+        return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> RunSpec:
+        if not isinstance(values, dict):
+            raise UsageError(f"a run's specification is a mapping of names to values; got {type(values).__name__}")
+        unknown = sorted(map(str, values.keys() - _DEFAULTS.keys()))
+        if unknown:
+            raise UsageError(f"unknown name in the specification: {', '.join(unknown)}")
+        arguments: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        return cls(**arguments)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> RunSpec:
+        try:
+            values = yaml.safe_load(text)
+        except Exception as error:  # it raises more than YAMLError: on a date that is none, on deep nesting
+            raise UsageError(f"not a YAML file: {error}") from error
+        return cls.from_dict(values)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a run is computed; nothing here changes what it is."""
+
+    threads: int = option(0, "threads of torch; 0 leaves torch's own choice")
+    device: str = option("auto", "cpu, cuda, cuda:1 …; auto takes a GPU where there is one")
+    workers: int = option(2, "processes that decode image files; 0 decodes in the training process")
+    checkpoint_seconds: float = option(60.0, "time between checkpoints, the most a killed run loses")
+    keep_weights: bool = option(False, "write the final weights to weights.pt beside the result")
+    tensorboard: bool = option(False, "write event files as well (needs the package tensorboard)")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("threads", "workers", "checkpoint_seconds"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{name} must not be negative; got {getattr(self, name)}")
+
+
+def arm_name(norm: str, scheme: str) -> str:
+    """BN, MBN-1, MBN-2, GROUP: the number says how many forwards, where the scheme matters."""
+    suffix = "-2" if scheme == "double" else "-1" if norm in MEMORY_NORMS else ""
+    return norm.upper().replace("_", "-") + suffix
+
+
+def check_types(spec: Any) -> None:
+    """Dataclass fields hold what their annotations say; whole floats and ints are each other's friends."""
+    hints = get_type_hints(type(spec))
+    for one in dataclasses.fields(spec):
+        value = getattr(spec, one.name)
+        if not _is_a(value, hints[one.name]):
+            wanted = _words(hints[one.name])
+            raise UsageError(f"{one.name} must be {wanted}; got {value!r}")
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin in (types.UnionType,):
+        return any(_is_a(value, one) for one in get_args(hint))
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and all(_is_a(one, get_args(hint)[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and _is_plain(value)
+    if hint is float:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return number and value == value and (isinstance(value, float) or abs(value) < 1e308)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives it back as it was: only then does it have a hash."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return "a list of numbers"
+    if get_origin(hint) is dict:
+        return "a mapping of names to plain values (numbers, texts, lists, mappings)"
+    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    return words.get(hint, str(hint).replace("None", "null"))
+
+
+def _problems(spec: RunSpec) -> list[str]:
+    """What is wrong with the values, in words."""
+    positive = ("batch_size", "iterations", "base_batch_size", "evaluations", "every", "classes_per_batch")
+    found = [f"{name} must be at least 1; got {getattr(spec, name)}" for name in positive if getattr(spec, name) < 1]
+    found += [
+        f"{name} must be at least 1, or null for all; got {value}"
+        for name, value in (("train_images", spec.train_images), ("test_images", spec.test_images))
+        if value is not None and value < 1
+    ]
+    natural = ("holdout", "warmup", "momentum", "weight_decay", "seed")
+    found += [f"{name} must not be negative; got {getattr(spec, name)}" for name in natural if getattr(spec, name) < 0]
+    if not 0 < spec.learning_rate < float("inf"):
+        found.append(f"learning_rate must be positive and finite; got {spec.learning_rate}")
+    if spec.weight_decay == float("inf"):
+        found.append(f"weight_decay must be finite; got {spec.weight_decay}")
+    if spec.momentum >= 1:
+        found.append(f"momentum must be below 1; got {spec.momentum}")
+    if not 0 < spec.fraction <= 1:
+        found.append(f"fraction must be above 0 and at most 1; got {spec.fraction}")
+    if list(spec.milestones) != sorted(spec.milestones) or not all(0 < one < 1 for one in spec.milestones):
+        found.append(f"milestones must be increasing fractions between 0 and 1; got {list(spec.milestones)}")
+    if spec.warmup >= spec.iterations:
+        found.append(f"warmup must be shorter than the {spec.iterations} iterations; got {spec.warmup}")
+    return found + _contradictions(spec)
+
+
+def _contradictions(spec: RunSpec) -> list[str]:
+    found = []
+    if not all(0 <= one <= 1 for one in spec.strength):
+        found.append(f"strength must lie in [0, 1]; got {list(spec.strength)}")
+    if spec.norm in MEMORY_NORMS and len(spec.strength) not in (1, len(spec.milestones) + 1):
+        found.append(
+            f"strength needs one value, or {len(spec.milestones) + 1} for {len(spec.milestones)} milestones; "
+            f"got {len(spec.strength)}"
+        )
+    if spec.norm not in MEMORY_NORMS and list(spec.strength) != _DEFAULTS["strength"]:
+        found.append(f"strength belongs to the norm {' or '.join(MEMORY_NORMS)}; {spec.norm} has none")
+    if spec.scheme == "single" and (spec.every != 1 or spec.fraction != 1):
+        found.append("every and fraction belong to scheme: double")
+    if "strength" in spec.norm_options:
+        found.append("give strength as a field of its own, not in norm_options")
+    for options, names in OWN_WORDS.items():
+        found += [
+            f"{options} cannot hold {name!r}: the run gives it" for name in names if name in getattr(spec, options)
+        ]
+    return found
+
+
+_DEFAULTS = {
+    one.name: list(one.default)
+    if isinstance(one.default, tuple)
+    else {}
+    if one.default is dataclasses.MISSING
+    else one.default
+    for one in dataclasses.fields(RunSpec)
+}

@@ -1,0 +1,206 @@
+"""One run from its specification to its result, through any number of interruptions.
+
+After each step: evaluate and write a line of metrics if due; write a checkpoint if due; stop if asked to.
+So a checkpoint at iteration i stands for everything up to i, and what came later is done again alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memnorm.lab import checkpoint, environment
+from memnorm.lab.arms import why_not
+from memnorm.lab.data import Data, order
+from memnorm.lab.disk import replacing
+from memnorm.lab.errors import Interrupted, LabError, UsageError
+from memnorm.lab.listen import Listener
+from memnorm.lab.signals import stop_signals
+from memnorm.lab.spec import Execution, RunSpec
+from memnorm.lab.store import RunFolder, Store
+from memnorm.lab.training import Tally, Training, choose_device, load_data, set_threads, sources
+
+
+def run(
+    spec: RunSpec,
+    store: Store,
+    *,
+    execution: Execution | None = None,
+    data_root: Path | None = None,
+    listener: Listener | None = None,
+    wait: bool = False,
+) -> dict[str, Any]:
+    """Train, or go on training, and return the result; a finished run is not repeated."""
+    execution, listener = execution or Execution(), listener or Listener()
+    folder = store.run(spec)
+    done = folder.result()
+    if done is not None:
+        return done
+    reason = why_not(spec)
+    if reason:
+        raise UsageError(reason)
+    data = load_data(spec, data_root)
+    with folder.held(wait):
+        done = folder.result()  # of the process that we may have waited for
+        return done or _Run(spec, folder, execution, data, listener).to_the_end()
+
+
+class _Run:
+    def __init__(self, spec: RunSpec, folder: RunFolder, execution: Execution, data: Data, listener: Listener) -> None:
+        self.spec, self.folder, self.execution, self.listener = spec, folder, execution, listener
+        self.data = data
+        self.train_source, self.test_source = sources(spec, data)
+        self.threads, self.device = set_threads(execution), choose_device(execution.device)
+        self.peak = environment.PeakMemory(self.device)
+        self.iteration, self.seconds = 0, 0.0
+        self.lines: list[dict[str, Any]] = []  # of metrics.jsonl
+        self.training = self._resumed() or self._fresh()
+        self.plan = self._plan()  # before anything is written: what it refuses leaves nothing behind
+        folder.write_metrics(self.lines)  # what was measured after the checkpoint is measured again
+        self.session = environment.session(self.device, self.threads, self.iteration)
+        folder.begin(self.session)
+
+    def _fresh(self) -> Training:
+        return Training(self.spec, self.data.classes, self.data.shape, self.device)
+
+    def _resumed(self) -> Training | None:
+        for state in checkpoint.readable(self.folder.path, self.listener.message):
+            training = self._fresh()
+            try:
+                if state["run"] != self.spec.name:
+                    raise ValueError(f"it is of the run {state['run']}")
+                training.load_state(state["training"])
+                self.iteration, self.seconds = int(state["iteration"]), float(state["seconds"])
+                self.lines = [dict(line) for line in state["lines"]]
+            except Exception as error:  # whatever is wrong with it, an older one may do
+                self.listener.message(f"a checkpoint does not fit this run ({error}); going back to the one before")
+                continue
+            return training
+        return None
+
+    def _plan(self) -> Iterator[tuple[torch.Tensor, int | None]]:
+        return order(
+            self.train_source.labels,
+            sampler=self.spec.sampler,
+            batch_size=self.spec.batch_size,
+            iterations=self.spec.iterations,
+            seed=self.spec.seed,
+            start=self.iteration,
+            classes_per_batch=self.spec.classes_per_batch,
+            augment=self.spec.augment,
+        )
+
+    def to_the_end(self) -> dict[str, Any]:
+        self.listener.began(self.spec, self.iteration)
+        batches = self.train_source.batches(self.plan, workers=self.execution.workers)
+        with tensorboard(self.folder.path, self.execution, self.iteration) as events, stop_signals() as asked_to_stop:
+            saved, resumed = time.monotonic(), time.perf_counter()
+            for images, labels in batches:
+                if not self.training.step(self.iteration, images, labels):
+                    return self._result("diverged", diverged_at=self.iteration)
+                self.iteration += 1
+                self.listener.stepped(self.iteration)
+                if evaluation_due(self.spec, self.iteration):
+                    self.seconds += self._since(resumed)
+                    self._evaluate(events)
+                    resumed = time.perf_counter()
+                late = time.monotonic() - saved >= self.execution.checkpoint_seconds
+                if (late or asked_to_stop.is_set()) and self.iteration < self.spec.iterations:
+                    self.seconds += self._since(resumed)
+                    self._save()
+                    saved, resumed = time.monotonic(), time.perf_counter()
+                    if asked_to_stop.is_set():
+                        raise Interrupted(
+                            f"stopped at iteration {self.iteration:,} of {self.spec.iterations:,}; everything is "
+                            "saved, and the same command goes on from here"
+                        )
+        if not math.isfinite(self.lines[-1]["test_loss"]):  # blown up by the last step
+            return self._result("diverged", diverged_at=self.iteration)
+        result = self._result("finished")
+        if asked_to_stop.is_set():
+            raise Interrupted("stopped after the last step of a run, whose result is saved")
+        return result
+
+    def _since(self, start: float) -> float:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - start
+
+    def _evaluate(self, events: Any) -> None:
+        """Measure, write a line, start the next tally."""
+        training = self.training
+        before = self.lines[-1] if self.lines else {"iteration": 0, "seconds": 0.0}
+        steps, seconds = self.iteration - before["iteration"], self.seconds - before["seconds"]
+        line = {
+            "iteration": self.iteration,
+            "epoch": round(self.iteration * self.spec.batch_size / len(self.train_source), 4),
+            **training.tally.summary("train"),
+            **training.evaluate(self.test_source, self.execution.workers),
+            "learning_rate": training.optimizer.param_groups[0]["lr"],
+            "strength": training.last_strength,
+            "seconds": round(self.seconds, 3),
+            "images_per_second": round(training.tally.images / max(seconds, 1e-9), 2),
+            "step_ms": round(1000 * seconds / steps, 3),
+            "peak_memory_mb": self.peak.read(),
+        }
+        training.tally = Tally()
+        self.folder.add_metrics(line)
+        self.lines.append(line)
+        for name, value in line.items():
+            if events is not None and value is not None:
+                events.add_scalar(name, value, self.iteration)
+        self.listener.evaluated(line)
+
+    def _save(self) -> None:
+        state = {"run": self.spec.name, "iteration": self.iteration, "seconds": self.seconds, "lines": self.lines}
+        checkpoint.save(self.folder.path, self.iteration, {**state, "training": self.training.state()})
+
+    def _result(self, status: str, **extra: Any) -> dict[str, Any]:
+        if self.execution.keep_weights and status == "finished":
+            with replacing(self.folder.path / "weights.pt") as temporary:
+                checkpoint.write(temporary, self.training.model.state_dict())
+        evaluated = [line for line in self.lines if line["test_error"] is not None]
+        best = min(evaluated, key=lambda line: line["test_error"], default=None)
+        return self.folder.finish(
+            {
+                "status": status,
+                "name": self.spec.name,
+                "iteration": self.iteration,
+                **extra,
+                "final": self.lines[-1] if self.lines else None,
+                "best": {name: best[name] for name in ("test_error", "iteration")} if best else None,
+                "parameters": sum(parameter.numel() for parameter in self.training.model.parameters()),
+                "seconds": round(self.seconds, 3),
+                "digest_of_weights": self.training.digest(),
+                "environment": self.session,
+            }
+        )
+
+
+def evaluation_due(spec: RunSpec, iteration: int) -> bool:
+    """Evenly spaced; always after the last iteration."""
+    count = min(spec.evaluations, spec.iterations)
+    return iteration * count // spec.iterations > (iteration - 1) * count // spec.iterations
+
+
+@contextlib.contextmanager
+def tensorboard(folder: Path, execution: Execution, iteration: int) -> Iterator[Any]:
+    """Torch's writer of event files, if wanted."""
+    if not execution.tensorboard:
+        yield None
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise LabError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=iteration + 1)
+    try:
+        yield writer
+    finally:
+        writer.close()

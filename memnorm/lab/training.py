@@ -1,0 +1,216 @@
+"""One training under way: model, norm, optimizer, schedules, and everything a checkpoint must hold.
+
+Nothing depends on how the run got to an iteration: the learning rate and the order of the data are functions of the
+iteration, and every step begins by seeding torch with (seed, iteration). So a resumed run repeats an undisturbed one
+bit for bit, and every norm sees the same data, augmentation and dropout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from bisect import bisect_right
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memnorm
+from memnorm.lab import data as data_sets
+from memnorm.lab import models
+from memnorm.lab.data import Data, Source, sweep
+from memnorm.lab.data.seeds import mix
+from memnorm.lab.errors import UsageError
+from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec
+
+EVALUATION_BATCH = 250
+SPLIT_SEED = 20180202  # of the images held out or left out: the same for every run
+
+
+class Training:
+    """Model, optimizer and schedules of one run."""
+
+    def __init__(self, spec: RunSpec, classes: int, shape: tuple[int, int, int], device: str) -> None:
+        self.spec, self.device = spec, torch.device(device)
+        torch.manual_seed(mix(spec.seed, "weights"))
+        model = models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options)
+        if spec.norm != "bn":
+            model = memnorm.convert(model, spec.norm, **spec.norm_options)
+        elif spec.norm_options:
+            raise UsageError(f"the norm bn takes no options here; got {', '.join(spec.norm_options)}")
+        self.dtype = torch.float64 if spec.precision == "float64" else torch.float32
+        self.model = model.to(self.device, self.dtype).train()
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), spec.base_learning_rate, momentum=spec.momentum, weight_decay=spec.weight_decay
+        )
+        self.strength = self._strength_schedule()
+        self.second_forward = (
+            memnorm.double_forward(self.model, self.optimizer, every=spec.every, fraction=spec.fraction)
+            if spec.scheme == "double"
+            else None
+        )
+        self.tally = Tally()
+        self.last_strength: float | None = None  # of the last step
+
+    def _strength_schedule(self) -> memnorm.StrengthSchedule | None:
+        if self.spec.norm not in MEMORY_NORMS:
+            return None
+        milestones = self.spec.milestones if len(self.spec.strength) > 1 else ()
+        return memnorm.StrengthSchedule(
+            self.model, self.spec.iterations, milestones=milestones, values=self.spec.strength
+        )
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.spec.precision == "bfloat16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def place(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return images.to(self.device, self.dtype, non_blocking=True), labels.to(self.device, non_blocking=True)
+
+    def step(self, iteration: int, images: Tensor, labels: Tensor) -> bool:
+        """One step of SGD. Whether the loss was finite; if not, the weights are left as they were."""
+        torch.manual_seed(mix(self.spec.seed, "step", iteration))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.spec, iteration)
+        images, labels = self.place(images, labels)
+        self.optimizer.zero_grad()
+        with self.autocast():
+            scores = self.model(images)
+            loss = nn.functional.cross_entropy(scores, labels)
+        if not math.isfinite(loss.item()):
+            return False
+        loss.backward()
+        self.optimizer.step()
+        if self.strength is not None:
+            self.last_strength = self.strength.get_last_strength()
+            self.strength.step()
+        self.tally.add(loss.detach() * len(labels), scores.detach(), labels)
+        return True
+
+    @torch.no_grad()
+    def evaluate(self, source: Source, workers: int) -> dict[str, Any]:
+        """Loss and error on all images of `source`, in eval mode; training goes on as if nothing had been."""
+        tally = Tally()
+        self.model.eval()
+        try:
+            for images, labels in source.batches(sweep(len(source), EVALUATION_BATCH), workers=workers):
+                images, labels = self.place(images, labels)
+                with self.autocast():
+                    scores = self.model(images)
+                    loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
+                tally.add(loss, scores, labels)
+        finally:
+            self.model.train()
+        return tally.summary("test")
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "strength": self.strength.state_dict() if self.strength else None,
+            "second_forward": self.second_forward.state_dict() if self.second_forward else None,
+            "tally": self.tally.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.strength:
+            self.strength.load_state_dict(state["strength"])
+        if self.second_forward:
+            self.second_forward.load_state_dict(state["second_forward"])
+        self.tally.load_state(state["tally"])
+
+    def digest(self) -> str:
+        """A hash of every weight and statistic: equal for runs that are equal bit for bit."""
+        digest = hashlib.sha256()
+        for name, tensor in self.model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()[:32]
+
+
+class Tally:
+    """Sums of loss and errors over images."""
+
+    def __init__(self) -> None:
+        self.loss, self.wrong, self.wrong_top5, self.images = 0.0, 0, 0, 0
+        self.has_top5 = False
+
+    def add(self, loss_sum: Tensor, scores: Tensor, labels: Tensor) -> None:
+        self.images += len(labels)
+        self.loss += loss_sum.item()
+        best = scores.topk(min(5, scores.shape[1]), dim=1).indices == labels[:, None]
+        self.wrong += len(labels) - int(best[:, 0].sum())
+        self.wrong_top5 += len(labels) - int(best.sum())
+        self.has_top5 = scores.shape[1] > 5
+
+    def summary(self, prefix: str) -> dict[str, Any]:
+        count = max(self.images, 1)
+        return {
+            f"{prefix}_loss": self.loss / count,
+            f"{prefix}_error": 100 * self.wrong / count,
+            f"{prefix}_error_top5": 100 * self.wrong_top5 / count if self.has_top5 else None,
+        }
+
+    def state(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: state[name] for name in vars(self)})
+
+
+def learning_rate(spec: RunSpec, iteration: int) -> float:
+    """Of the step `iteration`, counted from 0."""
+    rate = spec.base_learning_rate
+    if iteration < spec.warmup:
+        return rate * (iteration + 1) / (spec.warmup + 1)
+    if spec.schedule == "step":
+        # the first step at or after the milestone, as StrengthSchedule counts
+        milestones = [math.ceil(one * spec.iterations - 1e-9 * spec.iterations) for one in spec.milestones]
+        return rate * 0.1 ** bisect_right(milestones, iteration)
+    if spec.schedule == "cosine":
+        done = (iteration - spec.warmup) / (spec.iterations - spec.warmup)
+        return rate * 0.5 * (1 + math.cos(math.pi * done))
+    return rate
+
+
+def sources(spec: RunSpec, data: Data) -> tuple[Source, Source]:
+    """What to train on and what to evaluate on. Held-out and left-out images are the same for all seeds and norms."""
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    wanted = len(data.train) - spec.holdout if spec.train_images is None else spec.train_images
+    if wanted < 1 or spec.holdout + wanted > len(data.train):
+        raise UsageError(
+            f"{data.name} has {len(data.train):,} training images; cannot train on {max(wanted, 1):,} with "
+            f"{spec.holdout:,} held out"
+        )
+    train = data.train if wanted == len(data.train) else data.train.subset(order[spec.holdout :][:wanted].sort().values)
+    test = data.train.subset(order[: spec.holdout].sort().values) if spec.holdout else data.test
+    if spec.test_images is not None:
+        if spec.test_images > len(test):
+            raise UsageError(f"there are {len(test):,} images to evaluate on; cannot take {spec.test_images:,}")
+        chosen = torch.randperm(len(test), generator=torch.Generator().manual_seed(SPLIT_SEED))
+        test = test.subset(chosen[: spec.test_images].sort().values)
+    return train, test
+
+
+def choose_device(wanted: str) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device {wanted!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return wanted
+
+
+def set_threads(execution: Execution) -> int:
+    if execution.threads:
+        torch.set_num_threads(execution.threads)
+    return torch.get_num_threads()
+
+
+def load_data(spec: RunSpec, root: Any) -> Data:
+    return data_sets.load(spec.data, root, **spec.data_options)

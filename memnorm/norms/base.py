@@ -1,0 +1,315 @@
+"""What the norms share: taking a batch norm's place, and batch norm with another rule in training.
+
+`RunningNorm` keeps torch's parameters, buffers, checkpoints and eval. A subclass says what a training forward does with
+the batch and the running statistics (`_normalize`), and what is recorded (`_record`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from memnorm.errors import DTypeError, InputError, OptionError, is_number
+from memnorm.functional import Moments, batch_moments, count_per_channel, snapshot, statistics_dtype
+from memnorm.layers import Recording
+from memnorm.recompute import Readings, inside_backward
+
+
+class RunningNorm(Recording, _BatchNorm):
+    """Batch norm over (N, C, …) with another rule in training; eval is torch's batch norm on the running statistics.
+
+    `OPTIONS` are the options of the norm with their defaults; they become attributes of the layer. `momentum` has
+    torch's meaning: the weight of the new batch, None for an average over all batches; without one, it is `MOMENTUM`,
+    or where that is `...` what the replaced layer had.
+    """
+
+    OPTIONS: ClassVar[dict[str, Any]] = {}
+    MOMENTUM: ClassVar[Any] = ...
+    MIN_VALUES: ClassVar[int] = 1  # per channel in training; 2 where the batch's own variance is used
+    READS_STATISTICS: ClassVar[bool] = True  # the output depends on them, so a recomputed forward must find them again
+
+    running_mean: Any  # Tensor, or None without track_running_stats
+    running_var: Any
+    num_batches_tracked: Any
+    drop: nn.Module
+    act: nn.Module
+    _source_class: type[_BatchNorm] | None = None
+    _source_momentum: Any = ...
+    _added: frozenset[str] = frozenset()  # attributes and buffers that the norm has and a batch norm has not
+    _activated: bool = False  # `drop` and `act` follow, as in timm's BatchNormAct2d
+    _rank: int | None = None  # of the data, for a layer that replaced no other
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: Any = ...,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        **options: Any,
+    ) -> None:
+        default = 0.1 if self.MOMENTUM is ... else self.MOMENTUM
+        momentum = default if momentum is ... else momentum
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+        self._set_up(momentum, options)
+
+    @classmethod
+    def replacing(cls, layer: _BatchNorm, momentum: Any = ..., **options: Any) -> nn.Module:
+        """The layer of this class in place of a batch norm, with its parameters, statistics, mode and hooks."""
+        if isinstance(layer, RunningNorm):
+            layer = restored(layer)
+        new = takes_over(layer, cls)
+        new._source_class, new._source_momentum = type(layer), layer.momentum
+        new._activated = has_activation(layer)
+        default = layer.momentum if cls.MOMENTUM is ... else cls.MOMENTUM
+        new._set_up(default if momentum is ... else momentum, options)
+        return new
+
+    def _set_up(self, momentum: Any, options: dict[str, Any]) -> None:
+        """Install the norm and take note of what it adds."""
+        if momentum is not None and not (is_number(momentum) and 0 <= momentum <= 1):
+            raise OptionError(
+                f"{type(self).__name__}: momentum must be a number from 0 to 1, the weight of the new batch, or None "
+                f"for an average over all batches; got {momentum!r}"
+            )
+        self.momentum = momentum
+        before = self._names()
+        self._install(**check_options(type(self).__name__, self.OPTIONS, options))
+        self._added = frozenset(self._names() - before)
+
+    def _names(self) -> set[str]:
+        return {name for registry in _registries(self) for name in registry}
+
+    def _install(self, **options: Any) -> None:
+        """Set the options on a layer that is a batch norm already. Subclasses check them and add their buffers."""
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):  # a leaf for torch.fx, as torch's own layers are
+            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
+        output = self._forward(input)
+        return self.act(self.drop(output)) if self._activated else output
+
+    def _forward(self, input: Tensor) -> Tensor:
+        self._check(input)
+        if not (self.training and self.track_running_stats) or self.running_mean is None:
+            return self._plain_forward(input)
+        compiling = torch.compiler.is_compiling()
+        replaying = not compiling and inside_backward()
+        remembered = self.READS_STATISTICS and not compiling
+        state = self._kept_readings.recall(batch_moments(input.detach())) if replaying and remembered else None
+        if state is None:
+            state = self._read()
+        output, batch = self._normalize(input, state)
+        if not replaying:
+            if remembered:
+                self._kept_readings.keep(batch, state)
+            if self.recording:
+                with torch.no_grad():
+                    self._record(batch, state)
+        return output
+
+    def _plain_forward(self, x: Tensor) -> Tensor:
+        """Torch's own operation: on the running statistics in eval, on the batch where no statistics are kept."""
+        use_batch = self.training or self.running_mean is None
+        mean, var = (None, None) if use_batch else (self.running_mean, self.running_var)
+        return F.batch_norm(x, mean, var, self.weight, self.bias, use_batch, 0.0, self.eps)
+
+    def _read(self) -> Moments:
+        """A copy of the running statistics and the number of batches in them, as this forward sees them."""
+        return Moments(snapshot(self.running_mean), snapshot(self.running_var), snapshot(self.num_batches_tracked))
+
+    def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
+        """The output, and the batch's own moments (biased variance; constants)."""
+        raise NotImplementedError
+
+    def _record(self, batch: Moments, state: Moments) -> None:
+        """Torch's update: a moving average with the unbiased variance. In place; a batch that is not finite is left
+        out.
+        """
+        self._write(batch.mean, unbiased(batch))
+
+    def _write(self, mean: Tensor, var: Tensor) -> None:
+        """Move the running statistics towards these values."""
+        share = self._share(self.num_batches_tracked)
+        self._store(blend(self.running_mean, mean, share), blend(self.running_var, var, share))
+
+    def _share(self, batches: Any) -> Tensor | float:
+        """The weight of the next batch in the running statistics, `batches` being in them already."""
+        if self.momentum is None:
+            return 1 / (self._as_float(batches) + 1)
+        return float(self.momentum)
+
+    def _as_float(self, batches: Any) -> Tensor:
+        return batches.to(statistics_dtype(self.running_mean.dtype))
+
+    def _store(self, mean: Tensor, var: Tensor, batches: int = 1) -> None:
+        """Make these the running statistics, `batches` further on, unless they are not finite."""
+        finite = (mean.isfinite() & var.isfinite()).all()
+        for buffer, value in ((self.running_mean, mean), (self.running_var, var)):
+            buffer.copy_(torch.where(finite, value.to(buffer.dtype), buffer))
+        self.num_batches_tracked.add_(finite * batches)
+
+    @property
+    def _kept_readings(self) -> Readings:
+        if "_readings" not in self.__dict__:
+            self._readings = Readings()
+        return self._readings
+
+    @property
+    def plain_class(self) -> type[_BatchNorm]:
+        """The class the layer came from; of one that replaced no other, the one for its data."""
+        by_rank = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 5: nn.BatchNorm3d}
+        return self._source_class or by_rank.get(self._rank or 0, nn.BatchNorm2d)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise InputError(
+                f"{type(self).__name__}: expected at least 2-D input (N, C, …), got shape {tuple(input.shape)}"
+            )
+        if self._source_class is None and self._rank != input.dim():
+            self._rank = input.dim()
+
+    def _check(self, x: Tensor) -> None:
+        self._check_input_dim(x)
+        name = type(self).__name__
+        if x.shape[1] != self.num_features:
+            raise InputError(
+                f"{name}: the layer has {self.num_features} channels, the input has shape {tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise DTypeError(f"{name}: expected floating-point input, got {x.dtype}")
+        count = count_per_channel(x)
+        if self.training and count == 0:
+            raise InputError(f"{name}: the batch is empty (shape {tuple(x.shape)})")
+        if self.training and count < self.MIN_VALUES:
+            raise InputError(
+                f"{name}: Expected more than 1 value per channel when training, got input size {tuple(x.shape)}: one "
+                "value has no variance. Use a larger batch, or a norm that trains on one value (mbn, group, layer)."
+            )
+
+    def note(self) -> str:
+        """What `memnorm.summary` says of the layer."""
+        if self.running_mean is None:
+            return "batch statistics only: track_running_stats=False"
+        if self.running_mean.is_meta:
+            return "on meta"
+        count = int(self.num_batches_tracked)
+        recorded = f"{count} {'batch' if count == 1 else 'batches'} recorded"
+        own = "".join(f", {name} {getattr(self, name)}" for name in self.OPTIONS)
+        return f"{recorded}, momentum {self.momentum}{own}{'' if self.recording else ', recording off'}"
+
+    def extra_repr(self) -> str:
+        own = "".join(f", {name}={getattr(self, name)}" for name in self.OPTIONS)
+        return f"{super().extra_repr()}{own}"
+
+
+def blend(old: Tensor, new: Tensor, share: Tensor | float) -> Tensor:
+    """old + share·(new − old), in the statistics' dtype."""
+    dtype = statistics_dtype(old.dtype)
+    weight = share.to(dtype) if isinstance(share, Tensor) else share
+    return torch.lerp(old.to(dtype), new.to(dtype), weight)
+
+
+def restored(layer: RunningNorm) -> _BatchNorm:
+    """The batch norm that `layer` came from, with its present parameters and statistics: in eval it computes the
+    same.
+    """
+    new = takes_over(layer, layer.plain_class)
+    own = {
+        "_source_class",
+        "_source_momentum",
+        "_added",
+        "_activated",
+        "_rank",
+        "_readings",
+        "_watched_by",
+        "recording",
+    }
+    for name in own | layer._added:
+        for registry in _registries(new):
+            registry.pop(name, None)
+        new._non_persistent_buffers_set.discard(name)
+    if layer._source_momentum is not ...:
+        new.momentum = layer._source_momentum
+    return new
+
+
+def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Where a module keeps what it has, by name."""
+    return module.__dict__, module._parameters, module._buffers, module._modules
+
+
+def unbiased(batch: Moments) -> Tensor:
+    """The variance with Bessel's factor n/(n − 1), n = N·H·W… values per channel."""
+    return batch.var * (batch.weight / max(batch.weight - 1, 1))
+
+
+def check_options(name: str, known: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The known options with the given values; an unknown one is an error."""
+    unknown = given.keys() - known.keys()
+    if unknown:
+        has = f"its options are {', '.join(known)}" if known else "it has none"
+        raise OptionError(f"{name}: unknown option {', '.join(sorted(unknown))}; {has}")
+    return {**known, **given}
+
+
+def takes_over(layer: nn.Module, cls: type) -> Any:
+    """An instance of `cls` made of `layer`'s contents. Hook dictionaries are shared: the handles that users hold keep
+    working.
+    """
+    new: Any = object.__new__(cls)
+    new.__dict__.update(layer.__dict__)
+    for registry in ("_parameters", "_buffers", "_modules"):
+        new.__dict__[registry] = dict(layer.__dict__[registry])
+    new.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
+    return new
+
+
+def behind(layer: nn.Module, new: nn.Module) -> nn.Module:
+    """`new`, followed by the `drop` and `act` that a timm-like norm has behind it."""
+    if not has_activation(layer):
+        return new
+    for name in ("drop", "act"):
+        new._modules.pop(name, None)
+    parts: Any = (new, layer.drop, layer.act)
+    return nn.Sequential(*parts)
+
+
+def has_activation(layer: nn.Module) -> bool:
+    """Whether this is a timm-like norm with `drop` and `act` behind it. Known by name: another class may use the same
+    attributes in another way.
+    """
+    known = type(layer).__name__ in ("BatchNormAct2d", "SyncBatchNormAct", "MemorizedBatchNormAct2d")
+    return (
+        known
+        and isinstance(getattr(layer, "drop", None), nn.Module)
+        and isinstance(getattr(layer, "act", None), nn.Module)
+    )
+
+
+def with_affine(layer: _BatchNorm, build: Callable[[int], Any]) -> nn.Module:
+    """`build(num_features)`, a norm without batch statistics, in `layer`'s place: its weight and bias are the layer's
+    own parameters, its mode, device and dtype the layer's.
+    """
+    new = build(layer.num_features)
+    reference = layer.weight if layer.weight is not None else layer.running_mean
+    if reference is not None:
+        new.to(device=reference.device, dtype=reference.dtype)
+    for name in ("weight", "bias"):
+        if name in new._parameters:
+            new._parameters[name] = layer._parameters[name]
+    new.train(layer.training)
+    return behind(layer, new)

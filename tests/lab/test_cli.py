@@ -1,0 +1,418 @@
+"""The command line: what it prints, what it accepts, and how it ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from reportkit import fabricate
+
+from memnorm.lab.cli import COMMANDS, main
+from memnorm.lab.cli import demo as demo_command
+from memnorm.lab.spec import RunSpec
+
+QUICK = ["--data", "digits", "--model", "small", "--batch-size", "4", "--iterations", "6", "--evaluations", "2"]
+QUICK += ["--test-images", "50", "--threads", "1"]
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Run the command in an empty folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMNORM_DATA", str(tmp_path / "data"))
+
+    def run(*words):
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as stop:
+            code = stop.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def result_of(answer):
+    code, out, err = answer
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_help_without_a_command_names_every_command_and_begins_with_examples(call):
+    code, out, _ = call("--help")
+    assert code == 0
+    assert all(f"  {name} " in out for name in COMMANDS)
+    assert out.index("examples:") < out.index("commands:")
+
+
+def test_no_command_is_wrong_usage(call):
+    assert call()[0] == 2
+
+
+def test_an_unknown_command_is_wrong_usage_and_the_message_lists_the_commands(call):
+    code, out, err = call("tran")
+    assert (code, out) == (2, "")
+    assert "train" in err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_shows_examples_before_options(call, command):
+    code, out, _ = call(command, "--help")
+    assert code == 0
+    assert f"memnorm {command}" in out
+    assert out.index("examples:") < out.index("options:")
+
+
+PLACES = "data-root download json runs"
+COMPUTED = "checkpoint-seconds device keep-weights tensorboard threads workers"
+SHARED = """augment base-batch-size classes-per-batch config data data-options evaluations learning-rate
+    milestones model model-options momentum precision print_config sampler scaling schedule strength test-images
+    train-images warmup weight-decay"""
+FLAGS = {
+    "demo": "json out results",
+    "report": "json out runs",
+    "data": "data-root json",
+    "info": "data-root json",
+    "reproduce": f"{PLACES} {COMPUTED} dry-run jobs list only out scale seeds",
+    "train": f"{PLACES} {COMPUTED} {SHARED} batch-size every fraction holdout iterations norm norm-options scheme seed",
+    "compare": f"{PLACES} {COMPUTED} {SHARED} batch-sizes epochs jobs norms out rates seeds tune",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_flags_of_a_command_are_these(call, command):
+    """A flag is a promise: this list changes on purpose only."""
+    _, out, _ = call(command, "--help")
+    found = set(re.findall(r"^  (?:-\w, )?--([\w-]+)", out, re.MULTILINE)) - {"help"}
+    assert sorted(found) == sorted(FLAGS[command].split())
+
+
+def test_train_prints_its_result_to_stdout_and_progress_to_stderr(call):
+    code, out, err = call("train", *QUICK, "--norm", "mbn", "--scheme", "double")
+    assert code == 0
+    assert "the headline number" in out
+    assert "begins, 6 iterations" in err
+    assert "begins" not in out
+
+
+def test_train_again_shows_the_same_result_without_training(call):
+    first = result_of(call("train", *QUICK, "--json"))
+    _, out, err = call("train", *QUICK, "--json")
+    assert json.loads(out) == first
+    assert "begins" not in err
+
+
+def test_train_from_a_file_equals_train_from_flags_and_later_flags_override_it(call, tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": "digits", "model": "small", "batch_size": 4, "seed": 5}))
+    rest = ["--iterations", "6", "--evaluations", "2", "--test-images", "50", "--threads", "1", "--json"]
+    from_flags = result_of(call("train", *QUICK, "--seed", "7", "--json"))
+    from_file = result_of(call("train", "--config", "run.yaml", *rest, "--seed", "7"))
+    assert from_file == from_flags
+
+
+def test_a_printed_configuration_can_be_read_back(call, tmp_path):
+    code, out, _ = call("train", *QUICK, "--norm", "mbn", "--strength", "[0.5]", "--print_config")
+    assert code == 0
+    (tmp_path / "run.yaml").write_text(out)
+    again = call("train", "--config", "run.yaml", "--print_config")[1]
+    assert yaml.safe_load(again) == yaml.safe_load(out)
+    assert yaml.safe_load(out)["strength"] == [0.5]
+
+
+def test_underscores_in_flags_are_as_good_as_dashes(call):
+    words = [word.replace("-", "_").replace("__", "--", 1) if word.startswith("--") else word for word in QUICK]
+    assert result_of(call("train", *words, "--json")) == result_of(call("train", *QUICK, "--json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch-size", "x"], "batch_size"),
+        (["--batch-size", "0"], "batch_size must be at least 1; got 0"),
+        (["--batchsize", "4"], "--batchsize"),
+        (["--norm", "foo"], "the norm 'foo' is not registered"),
+        (["--norm", "bn", "--scheme", "double"], "Double-Forward needs a norm that records"),
+        (["--norm", "mbn", "--norm-options", "{memory: 3}"], "memory"),
+        (["--norm", "bn", "--strength", "[0.5]"], "strength belongs to the norm mbn"),
+        (["--model", "resnet21"], "resnet20"),
+        (["--model", "nowhere.models:net"], "nowhere"),
+        (["--data", "cifar-10"], "Did you mean"),
+        (["--data-options", "{size: 3}"], "unknown option 'size'"),
+        (["--batch-size", "5000"], "batch_size must be between 1 and the number of training images"),
+        (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["--config", "missing.yaml"], "missing.yaml"),
+        (["--sampler", "sort"], "sampler"),
+        (["--runs", __file__], "is a file; runs are kept in a folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_usage_of_train_exits_with_2_and_says_what_is_wrong(call, words, message):
+    code, out, err = call("train", *QUICK, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_missing_data_exit_with_3_and_the_command_that_gets_them(call, tmp_path):
+    code, out, err = call("train", "--data", "cifar10", "--iterations", "1")
+    assert (code, out) == (3, "")
+    assert f"memnorm data get cifar10 --data-root {tmp_path / 'data'}" in err
+
+
+def test_a_diverged_run_is_recorded_and_exits_with_1(call):
+    code, out, _ = call("train", *QUICK, "--learning-rate", "1e30", "--iterations", "20")
+    assert code == 1
+    assert "diverged" in out
+
+
+def test_tensorboard_writes_event_files(call, tmp_path):
+    pytest.importorskip("tensorboard")
+    assert call("train", *QUICK, "--tensorboard")[0] == 0
+    assert list(tmp_path.glob("runs/*/tensorboard/events*"))
+
+
+def test_tensorboard_without_its_package_says_how_to_get_it(call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    code, _, err = call("train", *QUICK, "--tensorboard")
+    assert code == 1
+    assert "pip install" in err
+
+
+def test_a_user_s_own_model_trains(call, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def net(num_classes):\n"
+        "    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, num_classes))\n"
+    )
+    result = result_of(call("train", *QUICK, "--model", "mine:net", "--norm", "mbn", "--json"))
+    assert result["parameters"] == 4 * 9 + 4 + 8 + 144 * 10 + 10
+
+
+COMPARE = ["compare", "--batch-sizes", "2,4", "--epochs", "0.02", "--test-images", "50", "--threads", "1"]
+
+
+def test_compare_prints_a_table_and_a_verdict_and_writes_a_report(call, tmp_path):
+    code, out, _ = call(*COMPARE, "--norms", "bn,mbn", "--seeds", "2")
+    assert code == 0
+    for arm, size in (("BN", 2), ("BN", 4), ("MBN-2", 2), ("MBN-2", 4)):
+        assert re.search(rf"^{arm} +{size} .*\(n = 2\)", out, re.MULTILINE)
+    assert "batch size" in out.lower()
+    assert (tmp_path / "compare/report.html").exists()
+
+
+def test_compare_gives_every_batch_size_the_same_number_of_images(call, tmp_path):
+    rows = result_of(call(*COMPARE, "--norms", "bn", "--seeds", "1", "--json"))["rows"]
+    assert [row["batch_size"] for row in rows] == [2, 4]
+    specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/spec.yaml")]
+    assert {spec["batch_size"] * spec["iterations"] for spec in specs} == {26, 28}  # 26 images, in whole batches
+
+
+def test_compare_with_one_seed_claims_nothing(call):
+    answer = result_of(call(*COMPARE, "--norms", "bn,mbn", "--seeds", "1", "--json"))
+    assert answer["verdict"]["use"] == []
+    assert "no claim" in answer["verdict"]["headline"]
+
+
+def test_tuning_looks_at_held_out_training_images_only(call, tmp_path):
+    rows = result_of(call(*COMPARE, "--norms", "bn", "--seeds", "2", "--tune", "--rates", "0.1,1e-6", "--json"))["rows"]
+    assert all(row["tuned"] for row in rows)
+    specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/spec.yaml")]
+    tuning, counted = [s for s in specs if s["seed"] == 1000], [s for s in specs if s["seed"] != 1000]
+    assert len(tuning) == 4
+    assert all(spec["holdout"] == 129 for spec in tuning)
+    assert all(spec["holdout"] == 0 for spec in counted)
+    assert {spec["train_images"] for spec in specs} == {1297 - 129}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--norms", "bn,foo"], "there is no norm 'foo'"),
+        (["--norms", ""], "--norms needs at least one"),
+        (["--norms", "bn-2"], "Double-Forward needs"),
+        (["--batch-sizes", "2,x"], "--batch-sizes needs positive numbers"),
+        (["--batch-sizes", "0"], "--batch-sizes needs positive numbers"),
+        (["--seeds", "0"], "--seeds needs at least one"),
+        (["--tune", "--rates", "fast"], "--rates needs positive numbers"),
+    ],
+    ids=str,
+)
+def test_wrong_usage_of_compare_exits_with_2(call, words, message):
+    code, _, err = call(*COMPARE, *words)
+    assert code == 2
+    assert message in err
+
+
+def test_reproduce_list_shows_cells_with_the_paper_s_number_status_and_time(call):
+    code, out, _ = call("reproduce", "small-batch", "cifar10", "--scale", "smoke", "--list")
+    assert code == 0
+    assert re.search(r"small-batch +8/MBN +15\.37 +.*to do", out)
+    assert re.search(r"cifar10 +BRN/ResNet-20 +8\.18 .*not registered", out)
+    assert re.search(r"cifar10 +NormProp/ResNet-20 .*does not apply", out)
+
+
+def test_reproduce_dry_run_shows_the_queue_and_runs_nothing(call, tmp_path):
+    code, out, _ = call("reproduce", "memory-size", "--scale", "smoke", "--dry-run")
+    assert code == 0
+    assert "3 runs to do" in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_reproduce_runs_the_chosen_cells_skips_them_the_second_time_and_reports(call, tmp_path):
+    words = ["reproduce", "memory-size", "--scale", "smoke", "--only", "1*/*", "--threads", "1"]
+    code, _, err = call(*words)
+    assert code == 0
+    assert len(list(tmp_path.glob("runs/*/result.json"))) == 1
+    assert "begins" in err
+    assert "smoke" in (tmp_path / "report/report.html").read_text()
+    assert "begins" not in call(*words)[2]
+    listing = call("reproduce", "memory-size", "--scale", "smoke", "--list")[1]
+    assert re.search(r"10/ResNet-20 .*done", listing)
+    assert re.search(r"40/ResNet-20 .*to do", listing)
+
+
+def test_smoke_numbers_never_stand_beside_printed_ones(call):
+    out = call("reproduce", "memory-size", "--scale", "smoke", "--only", "10/*", "--threads", "1")[1]
+    assert "7.87" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["reproduce", "table9"], "no table or figure 'table9'"),
+        (["reproduce", "memory-size", "--only", "11/*"], "matches nothing"),
+        (["reproduce", "memory-size", "--scale", "huge"], "scale"),
+        (["reproduce", "memory-size", "--seeds", "0"], "--seeds"),
+        (["reproduce", "cifar10", "--only", "BRN/*", "--scale", "smoke"], "none of these cells can be run"),
+        (["reproduce"], "NAME"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_usage_of_reproduce_exits_with_2(call, words, message):
+    code, _, err = call(*words)
+    assert code == 2
+    assert message in err
+
+
+def test_reproduce_on_real_data_that_are_missing_exits_with_3(call):
+    code, _, err = call("reproduce", "memory-size", "--scale", "reduced")
+    assert code == 3
+    assert "memnorm data get cifar10" in err
+
+
+def test_report_of_an_empty_store_says_which_command_makes_runs(call):
+    code, _, err = call("report")
+    assert code == 2
+    assert "memnorm train" in err
+
+
+def test_report_lists_what_it_wrote(call, tmp_path):
+    call("train", *QUICK)
+    code, out, _ = call("report", "--out", "there", "--json")
+    assert code == 0
+    assert "there/report.html" in json.loads(out)
+    assert all((tmp_path / name).exists() for name in json.loads(out))
+
+
+def test_data_list_says_what_is_here(call, tmp_path):
+    rows = {row["name"]: row for row in json.loads(call("data", "list", "--json")[1])["data"]}
+    assert rows["digits"]["here"]
+    assert not rows["cifar10"]["here"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["data", "get"], 2, "name a data set"),
+        (["data", "get", "cifar-10"], 2, "Did you mean"),
+        (["data", "get", "imagenet"], 3, "image-net.org"),
+        (["data", "fetch"], 2, "fetch"),
+    ],
+    ids=str,
+)
+def test_wrong_usage_of_data(call, words, code, message):
+    answer = call(*words)
+    assert answer[0] == code
+    assert message in answer[2]
+
+
+def test_verify_of_missing_data_exits_with_1_and_names_the_files(call):
+    code, out, _ = call("data", "verify", "cifar10", "digits")
+    assert code == 1
+    assert "data_batch_1" in out
+    assert "digits: all well" in out
+
+
+def test_info_tells_versions_threads_kernels_and_data_root(call, tmp_path):
+    facts = json.loads(call("info", "--json")[1])
+    assert facts["data root"] == str(tmp_path / "data")
+    assert facts["norms"][:1] == ["bn"]
+    assert {"memnorm", "torch", "threads", "kernels", "device", "machine"} <= facts.keys()
+    assert "torch" in call("info")[1]
+
+
+def test_demo_reports_equations_cost_and_comparison(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_command, "SEEDS", 2)
+    monkeypatch.setattr(demo_command, "IMAGES", 24)
+    monkeypatch.setattr(demo_command, "cores", lambda: 0)
+    code, out, _ = call("demo")
+    assert code == 0
+    difference = float(re.search(r"Largest difference found: (\S+)\.\s", out)[1])
+    assert difference < 1e-12
+    assert re.search(r"^MBN-2 +[\d.]+ +[\d.]+ +[\d.]+ to [\d.]+$", out, re.MULTILINE)
+    assert re.search(r"^MBN-2 +4 .*\(n = 2\)", out, re.MULTILINE)
+    assert "memnorm compare" in out
+    page = (tmp_path / "demo/report.html").read_text()
+    assert "Live comparison" in page
+    assert "<svg" in page
+
+
+def test_the_demo_shows_recorded_runs_on_cifar_as_recorded(call, tmp_path, monkeypatch):
+    fabricate(tmp_path / "results", RunSpec(norm="mbn", scheme="double", batch_size=8), error=12.34)
+    monkeypatch.setattr(demo_command, "SEEDS", 2)
+    monkeypatch.setattr(demo_command, "IMAGES", 24)
+    monkeypatch.setattr(demo_command, "cores", lambda: 0)
+    out = call("demo")[1]
+    assert re.search(r"Recorded on CIFAR-10.*MBN-2 +resnet20 +8 +78,200 +12\.34 \(n = 1\)", out, re.DOTALL)
+
+
+def test_without_the_lab_s_packages_the_command_says_how_to_get_them():
+    program = (
+        "import sys; sys.modules['jsonargparse'] = None; from memnorm.lab.cli import main; sys.exit(main(['train']))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "pip install 'memnorm[lab]'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_exits_with_130_after_saving_and_goes_on_later(tmp_path, number):
+    words = [sys.executable, "-m", "memnorm.lab", "train", *QUICK, "--iterations", "3000", "--evaluations", "3"]
+    words[words.index("6")] = "3000"
+    environment = {**os.environ, "MEMNORM_DATA": str(tmp_path)}
+    process = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+    assert "begins" in process.stderr.readline()
+    time.sleep(0.5)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "everything is saved" in err
+    again = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+    assert "goes on at iteration" in again.stderr.readline()
+    again.kill()
+    again.communicate()
+
+
+def test_help_and_reports_need_no_torch(tmp_path):
+    program = (
+        "import sys; from memnorm.lab.cli import main; main(['--help']); main(['data', 'list']); main(['report']); "
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout.splitlines()[-1] == "False"

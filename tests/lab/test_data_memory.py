@@ -1,0 +1,293 @@
+"""Data in memory: what the loaders give, and augmentation against a literal loop."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+
+import numpy as np
+import pytest
+import torch
+from datakit import cifar_batch, registered, small_cifar10, write
+
+from memnorm.lab import data
+from memnorm.lab.data.augment import Augmentation, Normalization, crop
+from memnorm.lab.data.builtin import NORMALIZATION
+from memnorm.lab.data.memory import MemorySource
+from memnorm.lab.errors import DataCorrupt, UsageError
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+def source(count: int = 40, *, padding: int = 4, mirror: bool = True, size: int = 12) -> MemorySource:
+    normalization = Normalization((100.0, 110.0, 120.0), (50.0, 60.0, 70.0))
+    return MemorySource(draw(count, 3, size, size), torch.arange(count), normalization, Augmentation(padding, mirror))
+
+
+def batch(of: MemorySource, indices, seed):
+    (found,) = of.batches([(torch.as_tensor(indices), seed)])
+    return found
+
+
+def literal(image, padding, fill, top, left, mirrored):
+    """The crop, pixel by pixel."""
+    channels, height, width = image.shape
+    out = torch.empty_like(image)
+    for channel in range(channels):
+        for row in range(height):
+            for column in range(width):
+                y = row + top - padding
+                x = (width - 1 - column if mirrored else column) + left - padding
+                inside = 0 <= y < height and 0 <= x < width
+                out[channel, row, column] = image[channel, y, x] if inside else fill
+    return out
+
+
+@pytest.mark.parametrize("padding", [1, 4])
+@pytest.mark.parametrize("fill", [0.0, -0.5])
+def test_every_crop_up_to_the_borders_equals_a_literal_loop(padding, fill):
+    places = range(2 * padding + 1) if padding == 1 else (0, 1, 4, 7, 8)
+    cases = [(top, left, mirrored) for top in places for left in places for mirrored in (False, True)]
+    images = torch.randn(len(cases), 2, 5, 7, generator=torch.Generator().manual_seed(0))
+    top_left = torch.tensor([case[:2] for case in cases]).T
+    found = crop(images, padding, fill, top_left, torch.tensor([case[2] for case in cases]))
+    for image, one, case in zip(images, found, cases, strict=True):
+        torch.testing.assert_close(one, literal(image, padding, fill, *case), rtol=0, atol=0)
+
+
+def test_a_centred_crop_is_the_image_and_its_mirror_image_the_flip():
+    images = torch.randn(2, 3, 6, 6)
+    found = crop(images, 4, 0.0, torch.full((2, 2), 4), torch.tensor([False, True]))
+    assert torch.equal(found, torch.stack([images[0], images[1].flip(2)]))
+
+
+def test_the_padding_is_the_mean_colour():
+    of = MemorySource(draw(300, 1, 2, 2).clamp(min=1), torch.zeros(300), Normalization((0.0,), (1.0,)), Augmentation(4))
+    images, _ = batch(of, range(300), seed=1)
+    outside = images == 0  # no pixel is: the smallest is 1
+    assert outside.view(300, -1).all(1).any()
+    assert not outside.all()
+
+
+def test_each_image_is_augmented_on_its_own():
+    of = source(1, padding=4)
+    images, _ = batch(of, [0] * 400, seed=3)
+    assert len({one.numpy().tobytes() for one in images}) > 100  # of 9 · 9 · 2 possibilities
+
+
+def test_every_shift_and_mirroring_comes_equally_often():
+    plain = Augmentation(padding=1, mirror=True)
+    marked = torch.arange(25.0).view(1, 1, 5, 5).repeat(9000, 1, 1, 1)
+    centre, right = plain(marked, 7)[:, 0, 2, 2:4].unbind(1)
+    kinds = torch.stack([centre, right]).T.unique(dim=0, return_counts=True)[1]
+    assert len(kinds) == 18
+    assert kinds.float().sub(500).abs().max() < 5 * 500**0.5
+
+
+def test_what_is_not_to_be_mirrored_is_not():
+    marked = torch.arange(9.0).view(1, 1, 3, 3).repeat(200, 1, 1, 1)
+    centre, right = Augmentation(padding=1)(marked, 7)[:, 0, 1].unbind(1)[1:]
+    inside = right != 0
+    assert (right > centre)[inside].all()
+
+
+def test_the_same_seed_gives_the_same_augmentation_and_another_one_another():
+    of = source()
+    first, again, other = (batch(of, range(20), seed)[0] for seed in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_zero_is_a_seed_like_any_other():
+    of = source()
+    assert not torch.equal(batch(of, range(20), 0)[0], batch(of, range(20), None)[0])
+
+
+def test_the_global_generator_is_left_alone():
+    state = torch.get_rng_state()
+    batch(source(), range(20), seed=5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_a_seed_images_are_only_normalised():
+    of = source()
+    images, labels = batch(of, [3, 1], None)
+    mean, std = torch.tensor([100.0, 110, 120]), torch.tensor([50.0, 60, 70])
+    expected = (draw(40, 3, 12, 12)[[3, 1]].float() - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+    torch.testing.assert_close(images, expected, rtol=0, atol=1e-6)
+    assert images.dtype == torch.float32
+    assert labels.tolist() == [3, 1]
+
+
+def test_the_stored_images_never_change():
+    of = source()
+    before, _ = batch(of, range(40), None)
+    batch(of, range(40), 1)
+    torch.testing.assert_close(batch(of, range(40), None)[0], before, rtol=0, atol=0)
+
+
+def test_a_subset_of_a_subset_keeps_images_and_labels_together():
+    of = source()
+    part = of.subset(torch.tensor([10, 20, 30, 5])).subset(torch.tensor([3, 1]))
+    assert len(part) == 2
+    assert part.labels.tolist() == [5, 20]
+    images, labels = batch(part, [1, 0], None)
+    assert labels.tolist() == [20, 5]
+    assert torch.equal(images, batch(of, [20, 5], None)[0])
+
+
+def test_digits_are_the_demos_split_without_augmentation():
+    from sklearn.datasets import load_digits
+
+    digits = data.load("digits")
+    order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    raw = load_digits()
+    assert (len(digits.train), len(digits.test), digits.classes, digits.shape) == (1297, 500, 10, (1, 8, 8))
+    assert digits.test.labels.tolist() == raw.target[order[:500]].tolist()
+    images, _ = batch(digits.train, range(1297), 3)
+    assert torch.equal(images, batch(digits.train, range(1297), None)[0])
+    expected = (torch.tensor(raw.images[order[500:]]).unsqueeze(1) - 4.8947) / 6.0220
+    torch.testing.assert_close(images, expected.float(), rtol=0, atol=1e-5)
+    assert abs(images.mean()) < 1e-4
+    assert abs(images.std(correction=0) - 1) < 1e-4
+
+
+def test_synthetic_data_have_the_asked_size_and_are_the_same_every_time():
+    options = {"classes": 7, "channels": 2, "image_size": 9, "train": 50, "test": 20}
+    first, again = (data.load("synthetic", **options) for _ in range(2))
+    assert (first.classes, first.shape, len(first.train), len(first.test)) == (7, (2, 9, 9), 50, 20)
+    assert set(first.train.labels.tolist()) == set(range(7))
+    assert torch.equal(batch(first.test, range(20), 1)[0], batch(again.test, range(20), 1)[0])
+    assert not torch.equal(batch(first.test, range(20), None)[0], batch(first.train, range(20), None)[0])
+
+
+def test_synthetic_classes_can_be_learned_from_the_training_images():
+    made = data.load("synthetic")
+    train, labels = batch(made.train, range(512), None)
+    test, truth = batch(made.test, range(256), None)
+    centres = torch.stack([train[labels == one].mean(0) for one in range(10)]).flatten(1)
+    assert (torch.cdist(test.flatten(1), centres).argmin(1) == truth).float().mean() > 0.95
+    assert abs(train.mean()) < 0.2
+    assert abs(train.std() - 1) < 0.2
+
+
+def test_cifar_images_are_planes_of_rows_and_all_batches_are_joined(tmp_path, monkeypatch):
+    content = small_cifar10()
+    registered(monkeypatch, "cifar10", content)
+    write(tmp_path, content)
+    loaded = data.load("cifar10", tmp_path)
+    assert (len(loaded.train), len(loaded.test), loaded.classes, loaded.shape) == (20, 8, 10, (3, 32, 32))
+    rows = np.random.default_rng(2).integers(0, 256, (4, 3072), dtype=np.uint8)  # of data_batch_2
+    images, _ = batch(loaded.train, range(4, 8), None)
+    red_row_1 = (torch.tensor(rows[:, 32:64]).float() - 125.3069) / 62.9932
+    torch.testing.assert_close(images[:, 0, 1], red_row_1, rtol=0, atol=1e-5)
+
+
+def test_cifar100_takes_the_fine_labels(tmp_path, monkeypatch):
+    content = {
+        f"cifar-100-python/{split}": cifar_batch(5, classes=100, key="fine_labels", coarse_labels=[0] * 5, seed=seed)
+        for seed, split in enumerate(("train", "test"))
+    }
+    registered(monkeypatch, "cifar100", content)
+    write(tmp_path, content)
+    assert data.load("cifar100", tmp_path).train.labels.max() > 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": np.zeros((4, 3071), np.uint8)}, r"rows of 3,072 values; found uint8 \(4, 3071\)"),
+        ({"data": np.zeros((4, 3072), np.int64)}, "found int64"),
+        ({"data": [1, 2]}, "found list"),
+        ({"data": None}, "no entry 'data'"),
+        ({"labels": [0, 1, 2]}, "list of 4 labels"),
+        ({"labels": [0, 1, 2, 10]}, "labels should be 0 to 9; found 10"),
+        ({"labels": [0, 1, 2, -1]}, "found -1"),
+        ({"labels": [0, 1, 2, "x"]}, "found 'x'"),
+        ({"labels": [0, 1, 2, True]}, "found True"),
+    ],
+)
+def test_a_cifar_file_with_the_wrong_content_is_corrupt(tmp_path, monkeypatch, changes, words):
+    content = small_cifar10(**changes)
+    registered(monkeypatch, "cifar10", content)
+    write(tmp_path, content)
+    with pytest.raises(DataCorrupt, match=f"data_batch_3.*{words}"):
+        data.load("cifar10", tmp_path)
+
+
+def idx(array) -> bytes:
+    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def small_fashion(images=None, labels=None) -> dict[str, bytes]:
+    pixels = np.arange(2 * 28 * 28, dtype=np.uint64).astype(np.uint8).reshape(2, 28, 28)
+    parts = {"images-idx3": images or idx(pixels), "labels-idx1": labels or idx(np.array([3, 9], np.uint8))}
+    return {f"fashion-mnist/{split}-{kind}-ubyte.gz": one for split in ("train", "t10k") for kind, one in parts.items()}
+
+
+def load_fashion(content, tmp_path, monkeypatch):
+    registered(monkeypatch, "fashion-mnist", content)
+    write(tmp_path, {path: gzip.compress(one) for path, one in content.items()})
+    return data.load("fashion-mnist", tmp_path)
+
+
+def test_fashion_mnist_is_read_from_idx_files(tmp_path, monkeypatch):
+    loaded = load_fashion(small_fashion(), tmp_path, monkeypatch)
+    assert (loaded.shape, loaded.classes, loaded.train.labels.tolist()) == ((1, 28, 28), 10, [3, 9])
+    images, _ = batch(loaded.train, [1], None)
+    assert images[0, 0, 0, 0].item() == pytest.approx((784 % 256 - 72.9404) / 90.0212, abs=1e-5)
+
+
+def test_fashion_mnist_is_padded_with_black(tmp_path, monkeypatch):
+    black = small_fashion(images=idx(np.zeros((2, 28, 28), np.uint8)))
+    images, _ = batch(load_fashion(black, tmp_path, monkeypatch).train, [0, 1], 1)
+    assert (images.max() - images.min()).abs() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (small_fashion(images=b"\x00\x00\x08\x01abc"), "not an IDX file"),
+        (small_fashion(images=b"\x00\x00\x08\x03ab"), "not an IDX file"),
+        (small_fashion(images=idx(np.zeros((2, 28, 28), np.uint8))[:-1]), "should hold"),
+        (small_fashion(images=idx(np.zeros((3, 28, 28), np.uint8))), "3 images and 2 labels"),
+        (small_fashion(labels=idx(np.array([3, 10], np.uint8))), "labels should be 0 to 9; found 10"),
+    ],
+)
+def test_a_damaged_idx_file_is_corrupt(tmp_path, monkeypatch, content, words):
+    with pytest.raises(DataCorrupt, match=words):
+        load_fashion(content, tmp_path, monkeypatch)
+
+
+def test_an_unknown_name_gets_near_matches_and_the_hint_at_folders():
+    with pytest.raises(UsageError, match=r"unknown data set 'cifar'.*Did you mean cifar10.*path of an image folder"):
+        data.load("cifar")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("digits", {"image_size": 8}, "unknown option 'image_size' for digits; it takes none"),
+        ("synthetic", {"size": 8}, "it takes classes, channels, image_size, train, test"),
+        ("synthetic", {"train": 0}, "train must be a whole number of at least 1; got 0"),
+        ("synthetic", {"train": 2.5}, "got 2.5"),
+        ("synthetic", {"train": True}, "got True"),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error(name, options, words):
+    with pytest.raises(UsageError, match=words):
+        data.load(name, **options)
+
+
+def test_about_says_what_how_many_and_which_augmentation():
+    about = data.load("synthetic").about
+    assert "512 training and 256 test images, 3×32×32, 10 classes" in about
+    assert "augmentation: random crop from 4 pixels of padding and random mirroring" in about
+    assert "augmentation: none" in data.load("digits").about
+
+
+def test_every_data_set_in_memory_has_constants_for_its_channels():
+    channels = {"digits": 1, "cifar10": 3, "cifar100": 3, "fashion-mnist": 1}
+    assert {name: len(one.mean) for name, one in NORMALIZATION.items()} == channels

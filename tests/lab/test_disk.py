@@ -1,0 +1,194 @@
+"""Files are whole or absent, and what the file system refuses is said in words."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from labkit import on_a_small_disk, python, said
+
+from memnorm.lab.disk import append_line, replacing, write_text
+from memnorm.lab.errors import LabError
+
+
+@pytest.fixture
+def old(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    return path
+
+
+def assert_untouched(path: Path) -> None:
+    assert path.read_text() == "old"
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_file_is_replaced_in_one_step(old):
+    with replacing(old) as temporary:
+        temporary.write_text("new")
+        assert temporary.parent == old.parent
+        assert old.read_text() == "old"
+    assert old.read_text() == "new"
+    assert os.listdir(old.parent) == [old.name]
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), LabError("x"), SystemExit(3)], ids=repr)
+def test_an_exception_passes_through_and_leaves_the_old_file(old, error):
+    def write_half():
+        with replacing(old) as temporary:
+            temporary.write_text("half")
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        write_half()
+    assert caught.value is error
+    assert_untouched(old)
+
+
+def test_missing_folders_are_made(tmp_path):
+    write_text(tmp_path / "a" / "b" / "file", "λ")
+    assert (tmp_path / "a" / "b" / "file").read_bytes() == "λ".encode()
+
+
+def test_the_finished_file_may_choose_its_name(tmp_path):
+    with replacing(tmp_path / "part", lambda file: f"length-{file.stat().st_size}") as temporary:
+        temporary.write_text("12345")
+    assert os.listdir(tmp_path) == ["length-5"]
+
+
+def test_the_bytes_are_on_the_disk_before_the_file_is_in_place(old, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda self, target: (calls.append("replace"), replace(self, target)))
+    with replacing(old) as temporary:
+        temporary.write_text("new")
+    assert calls == [old.stat().st_ino, "replace", old.parent.stat().st_ino]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_a_file_has_the_permissions_that_the_user_gives_files(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        write_text(tmp_path / "file", "x")
+        assert os.umask(mask) == mask
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~mask
+
+
+MESSAGES = {
+    errno.ENOSPC: r"the disk is full: .*file could not be written\. Nothing saved before is lost: free some space",
+    errno.EDQUOT: r"the disk is full: .*file could not be written\. Nothing saved before is lost: free some space",
+    errno.EACCES: r"no permission to write .*file; choose another folder",
+    errno.EPERM: r"no permission to write .*file; choose another folder",
+    errno.EROFS: r"no permission to write .*file; choose another folder",
+    errno.EFBIG: r"file could not be written: .*File too large",
+    errno.EIO: r"file could not be written: .*Input/output error",
+}
+
+
+@pytest.mark.parametrize("code", MESSAGES, ids=errno.errorcode.get)
+@pytest.mark.parametrize("place", ["mkstemp", "write_text", "fsync", "replace"])
+def test_what_the_file_system_refuses_is_said_in_words(old, monkeypatch, place, code):
+    def refuse(*_arguments, **_options):
+        raise OSError(code, os.strerror(code))
+
+    owner = {"mkstemp": "tempfile", "write_text": "pathlib.Path", "fsync": "os", "replace": "pathlib.Path"}[place]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{owner}.{place}", refuse)
+        with pytest.raises(LabError, match=MESSAGES[code]):
+            write_text(old, "new")
+    assert_untouched(old)
+
+
+def test_a_folder_that_cannot_be_synced_is_no_error(old, monkeypatch):
+    def refuse(*_arguments):
+        raise OSError(errno.EINVAL, "this system cannot")
+
+    with replacing(old) as temporary:
+        temporary.write_text("")
+        monkeypatch.setattr(os, "open", refuse)
+    assert old.read_text() == ""
+
+
+WRITE = """
+    import os, sys
+    from pathlib import Path
+    from memnorm.lab.disk import append_line, write_text
+    from memnorm.lab.errors import LabError
+
+    path = Path(sys.argv[1]) / "file"
+    {first}
+    try:
+        {write}
+    except LabError as error:
+        print(error)
+    print(path.read_text()[:3], os.listdir(path.parent))
+    """
+
+
+def test_a_really_full_disk_leaves_the_old_file(tmp_path):
+    script = WRITE.format(first='write_text(path, "old")', write='write_text(path, "new" * 100_000)')
+    output = on_a_small_disk(script, tmp_path, "64k")
+    assert output.startswith("the disk is full: ")
+    assert output.endswith("old ['file']\n")
+
+
+def test_a_line_that_a_really_full_disk_cut_short_leaves_the_lines_before(tmp_path):
+    script = WRITE.format(first='append_line(path, "old")', write='append_line(path, "new" * 100_000)')
+    output = on_a_small_disk(script, tmp_path, "64k")
+    assert output.startswith("the disk is full: ")
+    assert output.endswith("old ['file']\n")
+
+
+def test_a_limit_on_the_size_of_files_leaves_the_old_file(tmp_path):
+    limit = """import resource, signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    write_text(path, "old")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))"""
+    output = said(python(WRITE.format(first=limit, write='write_text(path, "new" * 1000)'), tmp_path))
+    assert "could not be written: [Errno 27] File too large" in output
+    assert output.endswith("old ['file']\n")
+
+
+def test_a_folder_of_someone_else_is_not_written_to(tmp_path):
+    """As a user who is not root: root may write anywhere."""
+    first = """import tempfile
+    if os.getuid() == 0:
+        os.setuid(65534)
+    path = Path(tempfile.mkdtemp()) / "file"
+    write_text(path, "old")
+    path.parent.chmod(0o555)"""
+    script = (
+        WRITE.format(first=first, write='write_text(path, "new")')
+        + "path.parent.chmod(0o755); path.unlink(); path.parent.rmdir()"
+    )
+    output = said(python(script, tmp_path))
+    assert output.startswith("no permission to write ")
+    assert output.endswith("old ['file']\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, b"new\n"),
+        (b"", b"new\n"),
+        (b"old\n", b"old\nnew\n"),
+        (b"old", b"old\nnew\n"),
+        (b'{"a": \xff', b'{"a": \xff\nnew\n'),
+    ],
+    ids=repr,
+)
+def test_a_line_is_added_after_ending_one_that_was_cut_short(tmp_path, before, after):
+    path = tmp_path / "lines"
+    if before is not None:
+        path.write_bytes(before)
+    append_line(path, "new")
+    assert path.read_bytes() == after
+
+
+def test_a_line_for_a_full_device_is_refused_in_words():
+    with pytest.raises(LabError, match=r"the disk is full: /dev/full could not be written"):
+        append_line(Path("/dev/full"), "x")

@@ -1,0 +1,308 @@
+"""What a report says about the runs of a store, before it is written."""
+
+import json
+import shutil
+
+import pytest
+from reportkit import comparison, every_run, fabricate
+
+from memnorm.lab import tables
+from memnorm.lab.errors import UsageError
+from memnorm.lab.report import present
+from memnorm.lab.report.collect import collect
+from memnorm.lab.report.model import NOT_RUN, UNAVAILABLE
+from memnorm.lab.spec import RunSpec
+
+CELL = tables.TABLES["cifar10"].cell("MBN", "ResNet-20")
+QUOTED = tables.TABLES["imagenet"].cell("GoogLeNet", "top-1 BN")
+
+
+def page_of(*roots, **options):
+    return collect(roots, title="A title", **options)
+
+
+def table_of(page, name, scale="paper"):
+    views = next(one for one in page.scales if one.scale == scale).tables
+    return next(view for view in views if view.table.name == name)
+
+
+def shown_cell(page, cell, scale="paper", name="cifar10"):
+    """What stands in a cell of the shown table: at paper scale printed and ours, else ours."""
+    shown = present.show_table(table_of(page, name, scale))
+    row = dict(shown.rows)[cell.row]
+    at = shown.columns.index(cell.column)
+    return row[2 * at : 2 * at + 2] if scale == "paper" else row[at]
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    root = tmp_path_factory.mktemp("smoke")
+    for spec in every_run("smoke"):
+        fabricate(root, spec)
+    return root
+
+
+def test_after_a_smoke_run_of_everything_every_cell_and_curve_has_a_number(smoke):
+    page = page_of(smoke)
+    scale = next(one for one in page.scales if one.scale == "smoke")
+    assert [view.table.name for view in scale.tables] == list(tables.TABLES)
+    assert [view.figure.name for view in scale.figures] == list(tables.FIGURES)
+    for view in scale.tables:
+        assert [one.cell for one in view.cells] == list(view.table.cells)
+        assert all(one.ours is not None for one in view.cells if one.cell.spec is not None)
+    assert all(one.group for view in scale.figures for one in view.curves)
+
+
+def test_smoke_numbers_never_stand_beside_the_print(smoke):
+    page = page_of(smoke)
+    assert all(one.group is None for view in page.scales[0].tables for one in view.cells)
+    shown = present.show_table(table_of(page, "cifar10", "smoke"))
+    assert not shown.beside_print
+    assert "numbers mean nothing" in shown.caption
+    assert str(CELL.printed) not in [one.text for _, cells in shown.rows for one in cells]
+
+
+def test_smoke_runs_are_no_other_runs(smoke):
+    assert page_of(smoke).families == ()
+
+
+def test_every_run_is_accounted_for_once(smoke):
+    page = page_of(smoke)
+    names = [run.spec.name for group in page.groups for run in group.runs]
+    assert sorted(names) == sorted(path.name for path in smoke.iterdir())
+
+
+def test_a_run_of_the_papers_protocol_stands_beside_the_print(tmp_path):
+    for seed, error in enumerate((7.81, 8.05, 7.93)):
+        fabricate(tmp_path, CELL.spec.but(seed=seed), error=error)
+    printed, ours = shown_cell(page_of(tmp_path), CELL)
+    assert (printed.text, ours.plain) == ("7.93", "7.93 ± 0.12 (n = 3)")
+
+
+def test_a_number_leads_to_the_account_of_its_runs(tmp_path):
+    fabricate(tmp_path, CELL.spec)
+    page = page_of(tmp_path)
+    assert shown_cell(page, CELL)[1].anchor == page.groups[0].anchor
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"iterations": 78_199}, {"learning_rate": 0.05}, {"norm_options": {"memory_size": 21}}, {"train_images": 49_999}],
+    ids=str,
+)
+def test_a_run_of_another_protocol_does_not(tmp_path, change):
+    fabricate(tmp_path, CELL.spec.but(**change))
+    page = page_of(tmp_path)
+    printed, ours = shown_cell(page, CELL)
+    assert (printed.text, ours.text) == ("7.93", NOT_RUN)
+    assert len(page.families) == 1
+
+
+def test_a_reduced_run_has_a_table_of_its_own(tmp_path):
+    fabricate(tmp_path, tables.at_scale(CELL.spec, "reduced"), error=12.34)
+    page = page_of(tmp_path)
+    assert shown_cell(page, CELL)[1].text == NOT_RUN
+    assert shown_cell(page, CELL, "reduced").plain == "12.34 (n = 1)"
+    assert [one.rules for one in page.scales] == [tables.RULES["paper"], tables.RULES["reduced"]]
+
+
+def test_one_run_fills_every_cell_it_stands_for(tmp_path):
+    fabricate(tmp_path, tables.TABLES["cifar10"].cell("MBN", "ResNet-56").spec, error=6.5)
+    page = page_of(tmp_path)
+    filled = [view.table.name for view in page.scales[0].tables if view.filled]
+    assert filled == ["cifar10", "small-batch", "strength", "double-forward"]
+
+
+def test_a_top_5_cell_takes_the_top_5_error(tmp_path):
+    cell = tables.TABLES["imagenet"].cell("ResNet-18", "top-5 MBN")
+    fabricate(tmp_path, cell.spec, error=30.0, test_error_top5=11.11)
+    assert shown_cell(page_of(tmp_path), cell, name="imagenet")[1].text == "11.11"
+
+
+def test_a_quoted_number_gets_no_run_beside_it(tmp_path):
+    fabricate(tmp_path, QUOTED.spec, error=26.66)
+    page = page_of(tmp_path)
+    printed, ours = shown_cell(page, QUOTED, name="imagenet")
+    assert printed.text == "27.31"
+    assert "26.66" not in ours.plain
+    apart = present.show_table(table_of(page, "imagenet")).apart
+    assert apart[0].startswith("GoogLeNet, top-1 BN, ours: 26.66 (n = 1). Not beside the print: the paper quotes")
+
+
+def test_a_cell_the_paper_left_empty_is_filled_as_ours(tmp_path):
+    cell = tables.TABLES["cifar10"].cell("MBN", "NIN")
+    fabricate(tmp_path, cell.spec, error=7.1)
+    page = page_of(tmp_path)
+    printed, ours = shown_cell(page, cell)
+    notes = dict(present.show_table(table_of(page, "cifar10")).notes)
+    assert (printed.text, ours.text, notes[ours.mark]) == ("–", "7.10", "ours: not in the paper")
+
+
+def test_cells_that_do_not_apply_say_why(tmp_path):
+    fabricate(tmp_path, CELL.spec)
+    page = page_of(tmp_path)
+    _, ours = shown_cell(page, tables.TABLES["cifar10"].cell("NormProp", "ResNet-20"))
+    notes = dict(present.show_table(table_of(page, "cifar10")).notes)
+    assert ours.text == "–"
+    assert notes[ours.mark].startswith("does not apply")
+
+
+def test_numbers_from_the_papers_text_are_marked(tmp_path):
+    fabricate(tmp_path, CELL.spec)
+    page = page_of(tmp_path)
+    cell = tables.TABLES["double-forward"].cell("BN-2", "ResNet-56")
+    printed, _ = shown_cell(page, cell, name="double-forward")
+    notes = dict(present.show_table(table_of(page, "double-forward")).notes)
+    assert (printed.text, notes[printed.mark]) == ("6.81", "from the paper's text")
+
+
+def test_cells_of_a_norm_that_is_not_registered_say_so(tmp_path):
+    fabricate(tmp_path, CELL.spec)
+    page = page_of(tmp_path, registered={"mbn": True})
+    states = {key: shown_cell(page, tables.TABLES["cifar10"].cell(key, "VGG"))[1].text for key in ("BN", "BRN", "MBN")}
+    assert states == {"BN": NOT_RUN, "BRN": UNAVAILABLE, "MBN": NOT_RUN}
+
+
+def test_a_diverged_run_is_named_where_its_number_would_be(tmp_path):
+    fabricate(tmp_path, CELL.spec, status="diverged", stop_at=0.25)
+    assert shown_cell(page_of(tmp_path), CELL)[1].plain == "diverged at iteration 19,550"
+
+
+def test_an_unfinished_run_shows_its_progress_and_no_number(tmp_path):
+    fabricate(tmp_path, CELL.spec, status="unfinished", stop_at=0.5)
+    assert shown_cell(page_of(tmp_path), CELL)[1].plain == "unfinished, 39,100 of 78,200 iterations"
+
+
+def test_only_finished_runs_are_averaged_and_the_others_named(tmp_path):
+    fabricate(tmp_path, CELL.spec, error=8.0)
+    fabricate(tmp_path, CELL.spec.but(seed=1), status="diverged", stop_at=0.5)
+    fabricate(tmp_path, CELL.spec.but(seed=2), status="unfinished", stop_at=0.5)
+    expected = "8.00 (n = 1) (seed 1 diverged at iteration 39,100; seed 2 unfinished, 39,100 of 78,200 iterations)"
+    assert shown_cell(page_of(tmp_path), CELL)[1].plain == expected
+
+
+def test_a_run_before_its_first_evaluation_is_at_iteration_zero(tmp_path):
+    path = fabricate(tmp_path, CELL.spec, status="unfinished")
+    (path / "metrics.jsonl").unlink()
+    assert shown_cell(page_of(tmp_path), CELL)[1].plain == "unfinished, 0 of 78,200 iterations"
+
+
+def test_the_headline_is_the_last_evaluation_and_the_best_is_labelled(tmp_path):
+    path = fabricate(tmp_path, CELL.spec, error=8.0)
+    result = json.loads((path / "result.json").read_text())
+    result["best"] = {"test_error": 7.5, "iteration": 50_000}
+    (path / "result.json").write_text(json.dumps(result))
+    page = page_of(tmp_path)
+    row = dict(zip(present.RUN_HEADER, present.run_row(page.groups[0].runs[0]), strict=True))
+    assert shown_cell(page, CELL)[1].text == "8.00"
+    assert (row["last error"], row["best error"]) == ("8.00", "7.50 at 50,000")
+
+
+def test_a_finished_run_without_a_number_is_not_a_number(tmp_path):
+    fabricate(tmp_path, CELL.spec, error=8.0)
+    fabricate(tmp_path, CELL.spec.but(seed=1), test_error=None)
+    assert shown_cell(page_of(tmp_path), CELL)[1].plain == "8.00 (n = 1) (seed 1 has no number)"
+
+
+def test_a_damaged_run_is_listed_and_the_others_are_reported(tmp_path):
+    fabricate(tmp_path, CELL.spec)
+    broken = fabricate(tmp_path, CELL.spec.but(seed=1))
+    (broken / "result.json").write_text('{"status": ')
+    page = page_of(tmp_path)
+    assert len(page.problems) == 1
+    assert broken.name in page.problems[0]
+    assert str(tmp_path) not in page.problems[0]
+    assert shown_cell(page, CELL)[1].plain.endswith("(n = 1)")
+
+
+@pytest.mark.parametrize("final", [None, [], "text", {"test_error": "7"}, {"test_error": True}], ids=str)
+def test_a_result_with_a_strange_end_is_no_number_and_no_crash(tmp_path, final):
+    path = fabricate(tmp_path, CELL.spec)
+    result = {**json.loads((path / "result.json").read_text()), "final": final, "best": final, "seconds": "long"}
+    (path / "result.json").write_text(json.dumps(result))
+    page = page_of(tmp_path)
+    assert shown_cell(page, CELL)[1].kind == "trouble"
+    assert "–" in present.run_row(page.groups[0].runs[0])
+
+
+def test_an_empty_store_says_which_commands_make_runs(tmp_path):
+    with pytest.raises(UsageError, match=r"no runs in .*memnorm reproduce all --scale smoke"):
+        page_of(tmp_path / "nowhere")
+
+
+def test_a_store_of_damaged_runs_says_what_is_wrong_with_them(tmp_path):
+    path = fabricate(tmp_path, CELL.spec)
+    (path / "spec.yaml").write_text("model: [")
+    with pytest.raises(UsageError, match=r"What is there cannot be read: .*not a YAML file"):
+        page_of(tmp_path)
+
+
+def test_several_stores_are_one_report(tmp_path):
+    fabricate(tmp_path / "a", CELL.spec, error=7.0)
+    fabricate(tmp_path / "b", CELL.spec.but(seed=1), error=8.0)
+    assert shown_cell(page_of(tmp_path / "b", tmp_path / "a"), CELL)[1].text == "7.50"
+
+
+def test_a_run_in_two_stores_counts_once_and_the_finished_copy_wins(tmp_path):
+    fabricate(tmp_path / "a", CELL.spec, status="unfinished", stop_at=0.5)
+    fabricate(tmp_path / "b", CELL.spec, error=7.0)
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    page = page_of(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    assert shown_cell(page, CELL)[1].plain == "7.00 (n = 1)"
+    assert page.problems == ()
+
+
+def test_copies_of_a_run_that_disagree_are_a_problem(tmp_path):
+    fabricate(tmp_path / "a", CELL.spec, error=7.0)
+    fabricate(tmp_path / "b", CELL.spec, error=8.0)
+    page = page_of(tmp_path / "b", tmp_path / "a")
+    assert "different results" in page.problems[0]
+    assert shown_cell(page, CELL)[1].text == "7.00"
+
+
+def test_a_report_can_be_on_some_runs_only(tmp_path):
+    fabricate(tmp_path, CELL.spec)
+    for spec in comparison():
+        fabricate(tmp_path, spec)
+    page = page_of(tmp_path, only=comparison())
+    assert page.scales == ()
+    assert len(page.groups) == 9
+    assert [part.title for part in present.parts(page)] == ["Runs"]
+
+
+def test_chapters_with_results_come_first_and_the_smoke_check_after_them(smoke, tmp_path):
+    fabricate(tmp_path, tables.at_scale(CELL.spec, "reduced"))
+    fabricate(tmp_path, RunSpec(model="small", data="digits"))
+    titles = [part.anchor for part in present.parts(page_of(smoke, tmp_path))]
+    assert titles == ["reduced", "others", "smoke", "paper"]
+    fabricate(tmp_path, CELL.spec)
+    titles = [part.anchor for part in present.parts(page_of(smoke, tmp_path))]
+    assert titles == ["paper", "reduced", "others", "smoke"]
+
+
+def test_the_facts_tell_states_days_versions_and_machines(tmp_path):
+    fabricate(tmp_path, CELL.spec)
+    other = {"started": "2031-06-01T00:00:00Z", "torch": "2.10.0", "commit": None}
+    fabricate(tmp_path, CELL.spec.but(seed=1), status="diverged", environment=other)
+    assert dict(page_of(tmp_path).facts) == {
+        "Runs": "1 finished, 1 diverged",
+        "Started": "2031-05-17 to 2031-06-01",
+        "Software": "memnorm 0.1.0, torch 2.10.0, python 3.11.9; memnorm 0.1.0, torch 2.9.0, python 3.11.9",
+        "Commit": "0123456789ab",
+        "Machine": "Linux x86_64, 2 cores, Some Processor",
+    }
+
+
+def test_a_run_without_an_environment_is_reported_without_one(tmp_path):
+    path = fabricate(tmp_path, CELL.spec)
+    (path / "env.json").unlink()
+    page = page_of(tmp_path)
+    assert [name for name, _ in page.facts] == ["Runs"]
+    assert page.groups[0].places == ["not recorded"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "–"), (0.44, "0.4 s"), (59.6, "60 s"), (150, "2.5 min"), (9000, "2.5 h")]
+)
+def test_times_are_told_in_units_that_fit(seconds, text):
+    assert present.duration(seconds) == text

@@ -1,0 +1,374 @@
+"""The written report: the same bytes every time, one HTML file that needs nothing else, and no run can slip code in."""
+
+import csv
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from reportkit import comparison, every_run, fabricate
+
+from memnorm.lab import report, tables
+from memnorm.lab.report import tables_csv
+from memnorm.lab.report.markdown import plain
+from memnorm.lab.report.tables_csv import written
+from memnorm.lab.spec import RunSpec
+
+HOSTILE = "pkg:<script>alert('x')</script>&\"`$x_1$"
+FORMULA = "=HYPERLINK(1)|[a](b)"
+VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
+CELL = tables.TABLES["cifar10"].cell("MBN", "ResNet-20")
+SECTION = report.Section(
+    "A <b>part</b> of the caller's", ["It says <i>this</i>."], [report.Grid("Grid", ["a", "b"], [["=1", "<td>"]])]
+)
+
+
+def fill(root, *, backwards=False):
+    """Some of everything: a paper cell in three states, a reduced one, smoke ones, a comparison, hostile names."""
+    wanted = [(CELL.spec.but(seed=seed), {"error": 7.5 + seed / 10}) for seed in range(3)]
+    wanted += [(CELL.spec.but(seed=3), {"status": "diverged", "stop_at": 0.3})]
+    wanted += [(CELL.spec.but(seed=4), {"status": "unfinished", "stop_at": 0.3})]
+    wanted += [(tables.at_scale(CELL.spec, "reduced"), {}), (tables.at_scale(CELL.spec, "smoke"), {})]
+    wanted += [(spec, {}) for spec in comparison() if spec.norm != "group"]
+    hostile = RunSpec(model=HOSTILE, data=FORMULA, iterations=40, evaluations=4)
+    options = {"machine": "<img src=x onerror=alert(1)>", "commit": "+1"}
+    wanted += [(hostile, {"environment": options})]
+    wanted += [(hostile.but(norm="mbn", norm_options={HOSTILE: size}), {"environment": options}) for size in (1, 2)]
+    for spec, how in reversed(wanted) if backwards else wanted:
+        fabricate(root, spec, **how)
+    (root / "damaged<i>").mkdir()
+    (root / "damaged<i>" / "spec.yaml").write_text("model: [")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A report written in this process."""
+    root = tmp_path_factory.mktemp("store")
+    fill(root)
+    out = tmp_path_factory.mktemp("report")
+    return out, report.write([root], out, title="A <title>", sections=[SECTION])
+
+
+@pytest.fixture(scope="module")
+def made_again(tmp_path_factory):
+    """The same from runs written in the opposite order, in a process with another working folder, hash seed, time zone
+    and matplotlib settings; with the names of the modules it loaded.
+    """
+    root, elsewhere = tmp_path_factory.mktemp("another"), tmp_path_factory.mktemp("elsewhere")
+    fill(root, backwards=True)
+    (elsewhere / "matplotlibrc").write_text("lines.linewidth: 9\nfont.size: 30\nsvg.fonttype: path\n")
+    shutil.copytree(root, elsewhere / "runs")
+    program = """
+import json, sys
+from memnorm.lab import report
+section = report.Section("A <b>part</b> of the caller's", ["It says <i>this</i>."],
+                         [report.Grid("Grid", ["a", "b"], [["=1", "<td>"]])])
+report.write(["runs"], "out", title="A <title>", sections=[section])
+print(json.dumps(sorted(sys.modules)))
+"""
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo", "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return elsewhere / "out", json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def page(made):
+    return (made[0] / "report.html").read_text(encoding="utf-8")
+
+
+class Reader(HTMLParser):
+    """Keeps what a test asks about, and fails at a tag that is not closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.links, self.loads, self.text = [], [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self._note(tag, dict(attrs))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self._note(tag, dict(attrs))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, f"</{tag}> closes something else at {self.getpos()}"
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def _note(self, tag, attrs):
+        self.tags.append((tag, attrs))
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.links += [attrs[name] for name in ("href", "xlink:href") if name in attrs]
+        self.loads += [attrs[name] for name in ("src", "srcset", "data", "action") if name in attrs]
+
+
+def files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_same_runs_give_the_same_bytes_wherever_and_in_whatever_order(made, made_again):
+    first, again = files(made[0]), files(made_again[0])
+    assert list(first) == list(again)
+    assert [name for name in first if first[name] != again[name]] == []
+
+
+def test_writing_a_report_does_not_load_torch(made_again):
+    assert not {"torch", "torchvision", "memnorm.layers"} & set(made_again[1])
+
+
+def test_a_report_leaves_matplotlibs_global_state_alone(made_again):
+    assert "matplotlib.pyplot" not in made_again[1]
+
+
+def test_the_files_are_returned_with_the_page_first(made):
+    out, written_files = made
+    assert written_files[0] == out / "report.html"
+    assert sorted(map(str, written_files)) == sorted(str(out / name) for name in files(out))
+
+
+def test_neither_the_store_nor_the_time_of_writing_is_told(made, tmp_path_factory):
+    today = time.strftime("%Y-%m-%d")
+    for content in files(made[0]).values():
+        assert str(tmp_path_factory.getbasetemp()).encode() not in content
+        assert today.encode() not in content
+
+
+def test_every_tag_is_closed_and_every_id_is_unique(page):
+    ids = Reader(page).ids
+    assert len(ids) == len(set(ids))
+
+
+def test_every_link_leads_to_a_place_in_the_page(page):
+    read = Reader(page)
+    outside = [link for link in read.links if not link.startswith("#") and link != "data:,"]
+    assert outside == []
+    assert {link[1:] for link in read.links if link.startswith("#")} <= set(read.ids)
+
+
+def test_the_page_loads_nothing(page):
+    assert Reader(page).loads == []
+    assert re.findall(r"@import|url\((?!#)", page) == []
+    assert "http" not in page
+
+
+def test_nothing_of_a_run_is_markup(page):
+    read = Reader(page)
+    kinds = {tag for tag, _ in read.tags}
+    assert not kinds & {"script", "img", "iframe", "b>", "i", "object", "embed"}
+    assert not [name for _, attrs in read.tags for name in attrs if name.startswith("on")]
+    assert any(HOSTILE in text for text in read.text)
+    assert any("<img src=x onerror=alert(1)>" in text for text in read.text)
+    assert any("damaged<i>" in text for text in read.text)
+
+
+def test_tables_have_captions_and_headers_with_a_scope(page):
+    read = Reader(page)
+    tables_shown = sum(tag == "table" for tag, _ in read.tags)
+    assert sum(tag == "caption" for tag, _ in read.tags) == tables_shown > 7
+    assert all("scope" in attrs for tag, attrs in read.tags if tag == "th")
+
+
+def test_headings_go_down_one_level_at_a_time(page):
+    levels = [int(tag[1]) for tag, _ in Reader(page).tags if re.fullmatch(r"h\d", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_figures_say_what_they_show(page):
+    drawings = [attrs for tag, attrs in Reader(page).tags if tag == "svg"]
+    assert drawings
+    assert all(attrs["role"] == "img" and "error" in attrs["aria-label"] for attrs in drawings)
+
+
+def test_colours_and_fonts_are_the_pages_own(page):
+    drawings = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    for drawing in drawings:
+        assert re.findall(r"#[0-9a-f]{6}", drawing) == []
+        assert "font-family" not in drawing
+        assert "<text" in drawing
+    assert "@media (prefers-color-scheme: dark)" in page
+
+
+def test_the_page_has_the_verdict_and_the_rules(page):
+    text = "".join(Reader(page).text)
+    assert "its error is" in text or "no difference found" in text.lower()
+    assert tables.RULES["reduced"] in text
+    assert "diverged at iteration 23,460" in text
+    assert "unfinished, 23,460 of 78,200 iterations" in text
+
+
+def test_the_specification_can_be_read_back_from_the_page(page):
+    text = "".join(Reader(page).text)
+    start = text.index("model: resnet20")
+    spec = RunSpec.from_yaml(text[start : text.index("evaluations: 200", start) + len("evaluations: 200")])
+    assert spec == CELL.spec
+
+
+def test_drawings_beside_the_markdown_are_whole_svg_files(made):
+    drawings = sorted((made[0] / "figures").iterdir())
+    assert drawings
+    for drawing in drawings:
+        root = ElementTree.fromstring(drawing.read_text(encoding="utf-8"))
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_markdown_links_to_every_drawing_and_starts_no_markup_of_a_runs_own(made):
+    text = (made[0] / "report.md").read_text(encoding="utf-8")
+    linked = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert sorted(linked) == sorted(str(path.relative_to(made[0])) for path in (made[0] / "figures").iterdir())
+    assert "<script" not in text
+    assert "<img" not in text
+    assert "[a](b)" not in text
+
+
+def test_markdown_tables_have_as_many_cells_in_every_row(made):
+    text = (made[0] / "report.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [("a_b*c", r"a\_b\*c"), ("# x", r"\# x"), ("1. x", r"1\. x"), ("1.5", "1.5"), ("a\n\n- b", "a - b"), ("-1", "-1")],
+)
+def test_markdown_text_stays_text(text, escaped):
+    assert plain(text) == escaped
+
+
+def rows_of(made, name):
+    return list(csv.DictReader(io.StringIO((made[0] / "csv" / name).read_text(encoding="utf-8"))))
+
+
+def test_a_table_reads_back_from_csv(made):
+    rows = {(row["row"], row["column"]): row for row in rows_of(made, "cifar10.csv")}
+    assert set(rows) == {(cell.row, cell.column) for cell in tables.TABLES["cifar10"].cells}
+    row = rows["MBN", "ResNet-20"]
+    assert (float(row["printed"]), float(row["mean"]), int(row["n"])) == (7.93, pytest.approx(7.6), 3)
+    assert float(row["sd"]) == pytest.approx(0.1)
+    assert "seed 3 diverged" in row["status"]
+    assert rows["BN", "VGG"]["status"] == "not run"
+    assert rows["BN", "VGG"]["mean"] == ""
+
+
+def test_csv_files_of_other_scales_hold_no_printed_number(made):
+    for name in ("cifar10-reduced.csv", "cifar10-smoke.csv"):
+        assert {row["printed"] for row in rows_of(made, name)} == {""}
+
+
+def test_every_run_reads_back_from_csv(made):
+    rows = {row["run"]: row for row in rows_of(made, "runs.csv")}
+    row = rows[CELL.spec.name]
+    assert (row["status"], float(row["headline_test_error"]), row["seed"]) == ("finished", 7.5, "0")
+    assert json.loads(row["strength"]) == [0.1, 0.5, 0.9]
+    unfinished = rows[CELL.spec.but(seed=4).name]
+    assert (unfinished["status"], unfinished["headline_test_error"], unfinished["iteration"]) == (
+        "unfinished",
+        "",
+        "23460",
+    )
+
+
+def test_texts_that_a_spreadsheet_would_compute_are_defused(made):
+    row = next(row for row in rows_of(made, "runs.csv") if row["model"] == HOSTILE)
+    assert row["data"] == f"'{FORMULA}"
+    assert row["environment_commit"] == "'+1"
+
+
+def test_negative_numbers_stay_numbers_in_csv():
+    text = written(["a", "b", "c"], [{"a": -1.5, "b": "-1.5", "c": "@x"}])
+    assert text == "a,b,c\n-1.5,'-1.5,'@x\n"
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """The report of a smoke run of everything, and the seconds it took to write."""
+    root = tmp_path_factory.mktemp("smoke")
+    for spec in every_run("smoke"):
+        fabricate(root / "runs", spec)
+    started = time.process_time()
+    report.write([root / "runs"], root / "out")
+    return root / "out", time.process_time() - started
+
+
+def test_the_report_of_a_smoke_run_of_everything_takes_seconds(smoke):
+    assert smoke[1] < 15
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_every_cell_of_a_smoke_run_is_in_the_page(smoke, name):
+    text = (smoke[0] / "report.html").read_text(encoding="utf-8")
+    shown = text[text.index(f'id="table-{name}-smoke"') :]
+    shown = shown[: shown.index("</table>")]
+    assert shown.count('class="value"') == sum(cell.spec is not None for cell in tables.TABLES[name].cells)
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_every_cell_of_a_smoke_run_is_in_a_csv_file(smoke, name):
+    found = {(row["row"], row["column"]): row["mean"] for row in rows_of(smoke, f"{name}-smoke.csv")}
+    assert found.keys() == {(cell.row, cell.column) for cell in tables.TABLES[name].cells}
+    assert all(found[cell.row, cell.column] for cell in tables.TABLES[name].cells if cell.spec is not None)
+
+
+@pytest.mark.parametrize("name", tables.FIGURES)
+def test_every_panel_of_a_smoke_run_is_drawn(smoke, name):
+    assert len(list((smoke[0] / "figures").glob(f"{name}-smoke-*.svg"))) == len(tables.FIGURES[name].panels)
+
+
+def test_one_run_is_enough_for_a_runs_table():
+    assert tables_csv.written(None, [{"a": 1}]) == "a\n1\n"
+
+
+@pytest.fixture
+def chromium():
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not found:
+        pytest.skip("needs Chromium")
+    return found
+
+
+def opened(chromium, path, profile):
+    """The page's elements after loading, and what the browser logged."""
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom"]
+    done = subprocess.run(
+        [chromium, *flags, f"--user-data-dir={profile}", Path(path).resolve().as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_the_page_opens_in_a_browser_without_a_console_message(chromium, made, tmp_path):
+    shown, logged = opened(chromium, made[0] / "report.html", tmp_path / "profile")
+    assert "CONSOLE" not in logged
+    assert "How each number was obtained" in shown
+    assert shown.count("<svg") == (made[0] / "report.html").read_text(encoding="utf-8").count("<svg")
+
+
+@pytest.mark.slow
+def test_a_console_message_would_be_seen(chromium, tmp_path):
+    bad = tmp_path / "bad.html"
+    bad.write_text("<!doctype html><script>console.error('look')</script>")
+    assert "CONSOLE" in opened(chromium, bad, tmp_path / "profile")[1]

@@ -1,0 +1,388 @@
+"""A specification is checked when it is made, and its name depends on what it says and on nothing else."""
+
+import dataclasses
+import os
+import random
+import re
+
+import pytest
+import yaml
+
+from memnorm.lab.arms import parse_arm, why_not
+from memnorm.lab.errors import UsageError
+from memnorm.lab.spec import Execution, RunSpec, arm_name
+
+# Names of stored runs: they may never change, whatever is added to RunSpec.
+GOLDEN = {
+    "cifar10-resnet20-bn-single-b128-s0-44136fa355b3": RunSpec(),
+    "digits-small-mbn-double-b4-s3-c38566204d8c": RunSpec(
+        model="small",
+        data="digits",
+        norm="mbn",
+        norm_options={"memory_size": 10},
+        scheme="double",
+        every=2,
+        fraction=0.5,
+        strength=(0.5,),
+        batch_size=4,
+        iterations=600,
+        learning_rate=0.05,
+        schedule="cosine",
+        warmup=10,
+        train_images=200,
+        seed=3,
+    ),
+}
+
+BAD = [
+    ({"model": 3}, "model must be a text; got 3"),
+    (
+        {"model_options": [1]},
+        "model_options must be a mapping of names to plain values (numbers, texts, lists, mappings);",
+    ),
+    ({"norm_options": {1: 2}}, "norm_options must be a mapping of names to plain values"),
+    ({"data": None}, "data must be a text; got None"),
+    ({"augment": 1}, "augment must be true or false; got 1"),
+    ({"train_images": 0}, "train_images must be at least 1, or null for all; got 0"),
+    ({"train_images": "all"}, "train_images must be int | null; got 'all'"),
+    ({"test_images": -1}, "test_images must be at least 1, or null for all; got -1"),
+    ({"test_images": True}, "test_images must be int | null; got True"),
+    ({"holdout": -1}, "holdout must not be negative; got -1"),
+    ({"sampler": "random"}, "sampler must be one of shuffle, few-classes, sorted; got 'random'"),
+    ({"classes_per_batch": 0}, "classes_per_batch must be at least 1; got 0"),
+    ({"scheme": "triple"}, "scheme must be one of single, double; got 'triple'"),
+    ({"scheme": []}, "scheme must be one of single, double; got"),
+    ({"scheme": "double", "every": 0}, "every must be at least 1; got 0"),
+    ({"scheme": "double", "fraction": 0}, "fraction must be above 0 and at most 1; got 0.0"),
+    ({"scheme": "double", "fraction": 1.1}, "fraction must be above 0 and at most 1; got 1.1"),
+    ({"every": 2}, "every and fraction belong to scheme: double"),
+    ({"fraction": 0.5}, "every and fraction belong to scheme: double"),
+    ({"norm": "mbn", "strength": [0.5, 1.5, 0.5]}, "strength must lie in [0, 1]; got [0.5, 1.5, 0.5]"),
+    ({"norm": "mbn", "strength": [-0.1]}, "strength must lie in [0, 1]; got [-0.1]"),
+    ({"norm": "mbn", "strength": [0.1, 0.5]}, "strength needs one value, or 3 for 2 milestones; got 2"),
+    ({"norm": "mbn", "strength": []}, "strength needs one value, or 3 for 2 milestones; got 0"),
+    ({"norm": "mbn", "strength": [0.1, "0.5", 0.9]}, "strength must be a list of numbers; got"),
+    ({"norm": "mbn", "strength": [float("nan")]}, "strength must be a list of numbers; got"),
+    ({"norm": "mbn", "strength": 0.5}, "strength must be a list of numbers; got 0.5"),
+    ({"strength": [0.5]}, "strength belongs to the norm mbn; bn has none"),
+    ({"norm": "mbn", "norm_options": {"strength": 0.5}}, "give strength as a field of its own, not in norm_options"),
+    ({"model_options": {"classes": 5}}, "model_options cannot hold 'classes': the run gives it"),
+    ({"data_options": {"root": "x"}}, "data_options cannot hold 'root': the run gives it"),
+    ({"norm": "mbn", "norm_options": {"model": 1}}, "norm_options cannot hold 'model': the run gives it"),
+    ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
+    ({"batch_size": 8.0}, "batch_size must be a whole number; got 8.0"),
+    ({"base_batch_size": 0}, "base_batch_size must be at least 1; got 0"),
+    ({"iterations": 0}, "iterations must be at least 1; got 0"),
+    ({"iterations": True}, "iterations must be a whole number; got True"),
+    ({"learning_rate": 0}, "learning_rate must be positive and finite; got 0.0"),
+    ({"learning_rate": float("inf")}, "learning_rate must be positive and finite; got inf"),
+    ({"learning_rate": float("nan")}, "learning_rate must be a number; got nan"),
+    ({"learning_rate": "0.1"}, "learning_rate must be a number; got '0.1'"),
+    ({"learning_rate": 10**400}, "learning_rate must be a number; got 1000"),
+    ({"scaling": "cubic"}, "scaling must be one of none, linear, sqrt; got 'cubic'"),
+    ({"schedule": "poly"}, "schedule must be one of step, cosine, constant; got 'poly'"),
+    ({"milestones": [0.6, 0.4]}, "milestones must be increasing fractions between 0 and 1; got [0.6, 0.4]"),
+    ({"milestones": [0.0, 0.4]}, "milestones must be increasing fractions between 0 and 1; got [0.0, 0.4]"),
+    ({"milestones": [0.4, 1.0]}, "milestones must be increasing fractions between 0 and 1; got [0.4, 1.0]"),
+    ({"warmup": -1}, "warmup must not be negative; got -1"),
+    ({"warmup": 5, "iterations": 5}, "warmup must be shorter than the 5 iterations; got 5"),
+    ({"momentum": -0.1}, "momentum must not be negative; got -0.1"),
+    ({"momentum": 1}, "momentum must be below 1; got 1.0"),
+    ({"weight_decay": -1e-4}, "weight_decay must not be negative; got -0.0001"),
+    ({"weight_decay": float("inf")}, "weight_decay must be finite; got inf"),
+    ({"precision": "float16"}, "precision must be one of float32, float64, bfloat16; got 'float16'"),
+    ({"evaluations": 0}, "evaluations must be at least 1; got 0"),
+    ({"seed": -1}, "seed must not be negative; got -1"),
+    ({"seed": 0.5}, "seed must be a whole number; got 0.5"),
+]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_names_of_runs_never_change(name):
+    assert GOLDEN[name].name == name
+
+
+def test_a_field_at_its_default_does_not_enter_the_digest():
+    explicit = RunSpec(**{one.name: getattr(RunSpec(), one.name) for one in dataclasses.fields(RunSpec)})
+    assert explicit.identity == {}
+    assert explicit.digest == RunSpec().digest
+
+
+def test_every_field_enters_the_digest():
+    other = {
+        "model": "nin",
+        "model_options": {"a": 1},
+        "data": "digits",
+        "data_options": {"a": 1},
+        "train_images": 5,
+        "test_images": 5,
+        "holdout": 1,
+        "augment": False,
+        "sampler": "sorted",
+        "classes_per_batch": 3,
+        "norm": "group",
+        "norm_options": {"a": 1},
+        "strength": (0.2, 0.5, 0.9),
+        "scheme": "double",
+        "every": 2,
+        "fraction": 0.5,
+        "batch_size": 64,
+        "iterations": 100,
+        "learning_rate": 0.2,
+        "scaling": "linear",
+        "base_batch_size": 256,
+        "schedule": "cosine",
+        "milestones": (0.5, 0.6),
+        "warmup": 3,
+        "momentum": 0.8,
+        "weight_decay": 0.0,
+        "precision": "float64",
+        "evaluations": 3,
+        "seed": 1,
+    }
+    base = RunSpec(norm="mbn", scheme="double")
+    assert other.keys() == {one.name for one in dataclasses.fields(RunSpec)}
+    digests = [base.but(**{name: value}).digest for name, value in other.items() if name not in ("scheme", "norm")]
+    digests += [RunSpec(norm="mbn").digest, RunSpec(norm="group").digest, base.digest]
+    assert len(set(digests)) == len(other) + 1
+
+
+def test_whole_floats_and_ints_name_the_same_run():
+    ours = RunSpec(norm="mbn", learning_rate=1, momentum=0, strength=(0, 1, 1), weight_decay=0)
+    theirs = RunSpec(norm="mbn", learning_rate=1.0, momentum=0.0, strength=[0.0, 1.0, 1.0], weight_decay=0.0)
+    assert ours == theirs
+    assert ours.digest == theirs.digest
+
+
+def test_the_order_of_fields_and_options_does_not_matter():
+    ours = RunSpec.from_yaml("{seed: 1, model_options: {a: 1, b: 2}}")
+    theirs = RunSpec.from_yaml("{model_options: {b: 2, a: 1}, seed: 1}")
+    assert ours.name == theirs.name
+
+
+def test_a_specification_returns_from_yaml_as_it_was():
+    draw = random.Random(0)
+    for _ in range(20):
+        spec = RunSpec(
+            model=draw.choice(["nin", "a.b:c", "日本", "yes", "null", "1e3", " x: y "]),
+            model_options=draw.choice([{}, {"width": 3, "deep": {"list": [1, 2.5, None, "no"]}}]),
+            norm="mbn",
+            learning_rate=10 ** draw.uniform(-12, 12),
+            weight_decay=draw.choice([0, 1e-5, 1e-300]),
+            strength=tuple(draw.random() for _ in range(3)),
+            train_images=draw.choice([None, 5]),
+            seed=draw.randrange(2**40),
+        )
+        again = RunSpec.from_yaml(spec.as_yaml())
+        assert again == spec
+        assert again.name == spec.name
+
+
+def test_a_change_makes_another_specification_and_leaves_the_first_alone():
+    first = RunSpec()
+    assert first.but(seed=1).seed == 1
+    assert first.seed == 0
+    with pytest.raises(UsageError, match="seed must not be negative"):
+        first.but(seed=-1)
+
+
+def test_a_specification_does_not_change_with_the_options_it_was_made_from():
+    options = {"width": 1}
+    spec = RunSpec(model_options=options)
+    before = spec.digest
+    options["width"] = 2
+    assert spec.digest == before
+
+
+@pytest.mark.parametrize(("values", "message"), BAD, ids=[f"{values}"[:60] for values, _ in BAD])
+def test_a_wrong_value_is_refused_with_what_was_required_and_what_arrived(values, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        RunSpec(**values)
+
+
+@pytest.mark.parametrize("milestones", [(), (0.5,), (0.2, 0.4, 0.6)], ids=len)
+def test_a_norm_without_strength_takes_any_number_of_milestones(milestones):
+    assert RunSpec(norm="bn", milestones=milestones).milestones == milestones
+
+
+@pytest.mark.parametrize("milestones", [(), (0.5,), (0.2, 0.4, 0.6)], ids=len)
+def test_a_memory_takes_as_many_strengths_as_its_milestones_ask_for(milestones):
+    strength = (0.5,) * (len(milestones) + 1)
+    assert RunSpec(norm="mbn", milestones=milestones, strength=strength).strength == strength
+
+
+def test_unknown_names_are_refused_by_name():
+    with pytest.raises(UsageError, match=r"unknown name in the specification: 7, batchsize, lr"):
+        RunSpec.from_yaml("{lr: 0.1, batchsize: 4, 7: 1, seed: 1}")
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "seed", "3"])
+def test_a_file_that_is_no_mapping_is_refused(text):
+    with pytest.raises(UsageError, match="is a mapping of names to values; got"):
+        RunSpec.from_yaml(text)
+
+
+NOT_YAML = {
+    "broken": "seed: [1",
+    "date that is none": "model: 2020-99-99",
+    "number that is none": "seed: !!int x",
+    "deep": "model_options: " + "[" * 1000,
+    "control character": "seed: \x01",
+    "endless number": "seed: " + "9" * 5000,
+    "truth that is none": "augment: !!bool x",
+    "time that is none": "model: !!timestamp x",
+}
+
+
+@pytest.mark.parametrize("text", NOT_YAML.values(), ids=NOT_YAML.keys())
+def test_a_file_that_is_not_yaml_is_refused(text):
+    with pytest.raises(UsageError, match="not a YAML file"):
+        RunSpec.from_yaml(text)
+
+
+NOT_PLAIN = {
+    "date": "model_options: {a: 2020-01-01}",
+    "set": "model_options: {a: !!set {x, y}}",
+    "bytes": "model_options: {a: !!binary aGVsbG8=}",
+    "keys of several kinds": "model_options: {a: {1: 2, b: 3}}",
+    "itself": "model_options: &a {x: *a}",
+    "infinity": "model_options: {a: .inf}",
+    "no number": "model_options: {a: .nan}",
+}
+
+
+@pytest.mark.parametrize("text", NOT_PLAIN.values(), ids=NOT_PLAIN.keys())
+def test_options_that_have_no_name_are_refused(text):
+    """What JSON cannot hold cannot be hashed into the run's name."""
+    with pytest.raises(UsageError, match="model_options must"):
+        RunSpec.from_yaml(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system ['touch {}']",
+        "model: !!python/object/apply:os.system ['touch {}']",
+        "model_options: {{x: !!python/object/apply:os.system ['touch {}']}}",
+        "model: !!python/name:os.system",
+        "model: !!python/object/new:subprocess.Popen [['touch', '{}']]",
+    ],
+)
+def test_hostile_yaml_executes_nothing(text, tmp_path):
+    sentinel = tmp_path / "executed"
+    with pytest.raises(UsageError, match="not a YAML file"):
+        RunSpec.from_yaml(text.format(sentinel))
+    assert not sentinel.exists()
+
+
+def test_the_yaml_of_a_run_needs_no_tags():
+    text = RunSpec(norm="mbn", model_options={"a": [1, [2, 3]]}).as_yaml()
+    assert "!!" not in text
+    assert yaml.safe_load(text)["strength"] == [0.1, 0.5, 0.9]
+
+
+STRANGE = [
+    "a/b:c",
+    "../x",
+    "..",
+    ".",
+    "/etc/passwd",
+    "日本語",
+    "a\nb",
+    "a\0b",
+    "C:\\x",
+    "-rf",
+    "~",
+    "x" * 500,
+    "",
+    "a b;rm",
+]
+
+
+@pytest.mark.parametrize("value", STRANGE)
+@pytest.mark.parametrize("field", ["model", "data", "norm"])
+def test_names_are_safe_as_names_of_folders(field, value):
+    name = RunSpec(**{field: value}).name
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name)
+    assert len(os.fsencode(name)) < 128
+    assert ".." != name != "."
+
+
+@pytest.mark.parametrize("length", range(60, 70))
+def test_a_long_name_is_not_cut_into_one_that_begins_with_a_dash_or_a_dot(length):
+    assert RunSpec(data="." + "a" * length, model="x").name[0].isalnum()
+    assert RunSpec(data="data." + "a" * (length - 16), model="my.net:x").name[0].isalnum()
+
+
+def test_what_is_cut_off_a_name_still_tells_runs_apart():
+    assert RunSpec(model="x" * 300).name != RunSpec(model="x" * 301).name
+
+
+@pytest.mark.parametrize(
+    ("scaling", "factor"), [("none", 1.0), ("linear", 8 / 128), ("sqrt", (8 / 128) ** 0.5)], ids=lambda one: f"{one}"
+)
+def test_the_learning_rate_scales_with_the_batch(scaling, factor):
+    assert RunSpec(batch_size=8, learning_rate=0.4, scaling=scaling).base_learning_rate == pytest.approx(0.4 * factor)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"threads": -1}, "threads must not be negative; got -1"),
+        ({"threads": 1.5}, "threads must be a whole number; got 1.5"),
+        ({"workers": -2}, "workers must not be negative; got -2"),
+        ({"checkpoint_seconds": -0.5}, "checkpoint_seconds must not be negative; got -0.5"),
+        ({"checkpoint_seconds": float("nan")}, "checkpoint_seconds must be a number; got nan"),
+        ({"device": 0}, "device must be a text; got 0"),
+        ({"keep_weights": "yes"}, "keep_weights must be true or false; got 'yes'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_way_to_compute_is_refused(values, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Execution(**values)
+
+
+def test_zero_threads_workers_and_seconds_are_allowed():
+    assert Execution(threads=0, workers=0, checkpoint_seconds=0).checkpoint_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("norm", "scheme", "arm"),
+    [
+        ("bn", "single", "BN"),
+        ("bn", "double", "BN-2"),
+        ("mbn", "single", "MBN-1"),
+        ("mbn", "double", "MBN-2"),
+        ("layer_norm", "single", "LAYER-NORM"),
+    ],
+)
+def test_arms_are_written_as_in_the_paper(norm, scheme, arm):
+    assert arm_name(norm, scheme) == RunSpec(norm=norm, scheme=scheme).arm == arm
+
+
+@pytest.mark.parametrize(
+    ("word", "norm", "scheme"),
+    [
+        ("bn", "bn", "single"),
+        ("bn-1", "bn", "single"),
+        ("mbn", "mbn", "double"),
+        ("mbn-1", "mbn", "single"),
+        (" MBN-2 ", "mbn", "double"),
+    ],
+)
+def test_arms_are_read_as_users_write_them(word, norm, scheme):
+    assert parse_arm(word) == {"norm": norm, "scheme": scheme}
+
+
+@pytest.mark.parametrize("word", ["", "-", "-1", "mbn-3", "mbn_2", "batchnorm", "1"])
+def test_an_arm_that_is_none_is_refused_with_those_that_are(word):
+    with pytest.raises(UsageError, match=rf"there is no norm {word!r}; there are bn, .*mbn"):
+        parse_arm(word)
+
+
+def test_double_forward_with_a_norm_that_records_nothing_is_refused():
+    with pytest.raises(UsageError, match="bn-2: Double-Forward needs a norm that .*bn"):
+        parse_arm("bn-2")
+    assert "nope" in why_not(RunSpec(norm="nope"))
+    assert why_not(RunSpec(norm="mbn", scheme="double")) is None

@@ -1,0 +1,276 @@
+"""A run that was interrupted, however, ends exactly as one that was not."""
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from labkit import (
+    ARMS,
+    EVERY_STEP,
+    LONG,
+    PLAIN,
+    Ear,
+    assert_ends_as_undisturbed,
+    checkpoints,
+    crash,
+    timeless,
+    tiny,
+    undisturbed,
+)
+from nursery import Nursery, eventually, session_of, shared_nursery
+from PIL import Image
+
+from memnorm.lab.errors import Interrupted, RunHeld
+from memnorm.lab.spec import RunSpec
+from memnorm.lab.store import Store
+from memnorm.lab.train import run
+
+
+@pytest.fixture(autouse=True)
+def _no_git(monkeypatch):
+    monkeypatch.setattr("memnorm.lab.environment.commit", lambda: None)
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    return Store(tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Nursery:
+    return shared_nursery()
+
+
+def test_the_same_run_twice_ends_alike(store):
+    """What the other tests rest on; threads and process are the same here."""
+    assert_ends_as_undisturbed(LONG, store, began=0)
+
+
+def kill_on_the_way(nursery: Nursery, spec: RunSpec, store: Store, draw: random.Random, **execution) -> bool:
+    """Kill a run after a random step and a random time; whether it had not ended yet."""
+    nursery.begin(spec, store.root, **execution)
+    if nursery.hears(f"stepped {draw.randrange(1, spec.iterations - 6)}"):
+        time.sleep(draw.uniform(0, 0.01))
+        nursery.kill(signal.SIGKILL)
+        assert nursery.ended()[0] in (-signal.SIGKILL, 0)
+    return not (store.run(spec).path / "result.json").exists()
+
+
+@pytest.mark.parametrize("arm", ARMS.values(), ids=ARMS.keys())
+def test_a_run_killed_at_a_random_moment_ends_as_undisturbed(nursery, store, arm):
+    draw = random.Random(f"{arm}")
+    spec = LONG.but(**arm)
+    assert kill_on_the_way(nursery, spec, store, draw, checkpoint_seconds=0)
+    ear = assert_ends_as_undisturbed(spec, store)
+    assert 0 < ear.all("began")[0] < 20
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_a_run_killed_again_and_again_ends_as_undisturbed(nursery, store, seed):
+    draw = random.Random(seed)
+    spec = LONG.but(
+        **draw.choice(list(ARMS.values())),
+        seed=draw.randrange(3),
+        evaluations=draw.choice([1, 2, 7, 20]),
+        precision=draw.choice(["float32", "float32", "float64", "bfloat16"]),
+        sampler=draw.choice(["shuffle", "sorted"]),
+        warmup=draw.choice([0, 10]),
+        schedule=draw.choice(["step", "cosine"]),
+    )
+    for _ in range(draw.randrange(2, 5)):
+        if not kill_on_the_way(nursery, spec, store, draw, checkpoint_seconds=draw.choice([0, 0.02, 0.1])):
+            break
+    assert_ends_as_undisturbed(spec, store)
+
+
+SHORT = tiny(norm="mbn", scheme="double", iterations=4, evaluations=2, model_options=LONG.model_options)
+MOMENTS = range(1, 80)
+
+
+@pytest.mark.parametrize(
+    "moment", [one if one in (2, 12, 20, 29, 38, 55) else pytest.param(one, marks=pytest.mark.slow) for one in MOMENTS]
+)
+def test_a_run_killed_before_any_file_operation_ends_as_undisturbed(nursery, store, moment):
+    nursery.begin(SHORT, store.root, die_at=moment, checkpoint_seconds=0)
+    assert nursery.ended()[0] in (-signal.SIGKILL, 0)
+    assert store.runs() == [] or store.problems == []
+    tidy = store.run(SHORT).result() is None  # killed between the result and the end, its last files stay
+    assert_ends_as_undisturbed(SHORT, store, tidy=tidy)
+
+
+def test_those_moments_cover_the_whole_run(nursery, store):
+    nursery.begin(SHORT, store.root, die_at=MOMENTS[-1], checkpoint_seconds=0)
+    assert nursery.ended()[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("arm", ["bn", "mbn-2 now and then"])
+def test_a_run_asked_to_stop_saves_and_ends_as_undisturbed(nursery, store, number, arm):
+    spec = LONG.but(**ARMS[arm])
+    nursery.begin(spec, store.root, pause=0.02)
+    assert nursery.hears("stepped 7")
+    nursery.kill(number)
+    code, heard = nursery.ended()
+    assert code == 130
+    assert heard[-1].startswith("Interrupted stopped at iteration ")
+    assert heard[-1].endswith("of 20; everything is saved, and the same command goes on from here")
+    assert len(checkpoints(store, spec)) == 1
+    at = int(heard[-1].split()[4])
+    assert 7 <= at < 20
+    assert_ends_as_undisturbed(spec, store, began=at)
+
+
+def test_a_second_interrupt_does_not_wait(nursery, store):
+    nursery.begin(LONG, store.root, pause=5)
+    assert nursery.hears("stepped 1")
+    start = time.monotonic()
+    for _ in range(2):
+        time.sleep(0.2)
+        nursery.kill(signal.SIGINT)
+    assert nursery.ended()[0] == 131
+    assert time.monotonic() - start < 3
+    assert_ends_as_undisturbed(LONG, store, began=0)
+
+
+def test_a_second_termination_waits_for_the_saving(nursery, store):
+    nursery.begin(LONG, store.root, pause=0.5)
+    assert nursery.hears("stepped 1")
+    for _ in range(3):
+        nursery.kill(signal.SIGTERM)
+        time.sleep(0.05)
+    assert nursery.ended()[0] == 130
+    assert len(checkpoints(store, LONG)) == 1
+
+
+def test_the_handlers_of_signals_are_given_back(store):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run(tiny(), store, execution=PLAIN)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_signal_after_the_last_step_does_not_undo_it(store):
+    class Late(Ear):
+        def stepped(self, iteration):
+            if iteration == 12:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        run(tiny(), store, execution=PLAIN, listener=Late())
+    except Interrupted:
+        assert store.run(tiny()).result() is not None
+    assert timeless(store.run(tiny()).result()) == undisturbed(tiny())[0]
+
+
+def test_a_finished_run_is_not_touched_again(store):
+    result = run(tiny(), store, execution=PLAIN)
+    folder = store.run(tiny()).path
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+    ear = Ear()
+    assert run(tiny(), store, execution=EVERY_STEP, listener=ear) == result
+    assert ear.heard == []
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()} == before
+
+
+def test_every_start_is_recorded_with_its_iteration(store):
+    crash(LONG, store, at=5)
+    crash(LONG, store, at=15)
+    assert_ends_as_undisturbed(LONG, store, began=14)
+    folder = store.run(LONG)
+    assert [one["iteration"] for one in folder.sessions()] == [0, 4, 14]
+    assert folder.result()["environment"] == folder.sessions()[-1]
+    assert {one["threads"] for one in folder.sessions()} == {1}
+
+
+def test_time_goes_on_where_it_was(store):
+    crash(LONG, store, at=15)
+    (path,) = checkpoints(store, LONG)[1:]
+    before = torch.load(path, weights_only=True)["seconds"]
+    result = run(LONG, store, execution=PLAIN)
+    first, last = store.run(LONG).metrics()
+    assert 0 < first["seconds"] < before < last["seconds"] == result["seconds"]
+
+
+def test_a_run_that_another_process_works_on_says_so(nursery, store):
+    child = nursery.begin(LONG, store.root, pause=0.05)
+    assert nursery.hears("stepped 1")
+    with pytest.raises(RunHeld, match=f"is being worked on by process {child} on "):
+        run(LONG, store, execution=PLAIN)
+    nursery.kill()
+    nursery.ended()
+
+
+def test_waiting_for_another_process_takes_over_what_it_finished(nursery, store):
+    nursery.begin(LONG, store.root, pause=0.01)
+    assert nursery.hears("stepped 1")
+    ear = Ear()
+    result = run(LONG, store, execution=PLAIN, listener=ear, wait=True)
+    assert nursery.ended()[0] == 0
+    assert ear.heard == []
+    assert timeless(result) == undisturbed(LONG)[0]
+
+
+def test_waiting_for_another_process_goes_on_when_it_dies(nursery, store):
+    nursery.begin(LONG, store.root, pause=0.05, checkpoint_seconds=0)
+    assert nursery.hears("stepped 4")
+    nursery.kill()
+    ear = Ear()
+    run(LONG, store, execution=PLAIN, listener=ear, wait=True)
+    nursery.ended()
+    assert ear.all("began")[0] >= 3
+    assert_ends_as_undisturbed(LONG, store)
+
+
+def test_the_weights_are_kept_where_that_is_asked_for(store):
+    result = run(tiny(), store, execution=replace(PLAIN, keep_weights=True))
+    weights = torch.load(store.run(tiny()).path / "weights.pt", weights_only=True)
+    assert (
+        sum(value.numel() for name, value in weights.items() if name.endswith(("weight", "bias")))
+        == result["parameters"]
+    )
+    run(tiny(seed=1), store, execution=PLAIN)
+    assert not (store.run(tiny(seed=1)).path / "weights.pt").exists()
+
+
+@pytest.fixture
+def pictures(tmp_path) -> RunSpec:
+    """A run on an image folder, which processes of their own decode."""
+    draw = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for name in ("cats", "dogs"):
+            (tmp_path / "images" / split / name).mkdir(parents=True)
+            for number in range(10):
+                pixels = draw.integers(0, 256, (300, 300, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / split / name / f"{number}.jpg")
+    return LONG.but(data=str(tmp_path / "images"), data_options={"image_size": 32})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_run_with_processes_that_decode_images_ends_as_undisturbed(nursery, store, pictures, number):
+    leader = nursery.begin(pictures, store.root, workers=2, checkpoint_seconds=0)
+    assert nursery.hears("stepped 5")
+    assert session_of(leader)
+    os.killpg(leader, number) if number == signal.SIGINT else nursery.kill(number)
+    assert nursery.ended()[0] == (-number if number == signal.SIGKILL else 130)
+    ear = assert_ends_as_undisturbed(pictures, store, workers=1)
+    assert 4 <= ear.all("began")[0] < 20
+    assert eventually(lambda: session_of(leader) == [], seconds=15)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_event_files_are_written_where_that_is_asked_for(store):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tiny(), store, execution=replace(PLAIN, tensorboard=True))
+    events = EventAccumulator(str(store.run(tiny()).path / "tensorboard")).Reload()
+    lines = undisturbed(tiny())[1]
+    for name in ("test_error", "train_loss", "learning_rate"):
+        points = [(one.step, one.value) for one in events.Scalars(name)]
+        assert points == [(line["iteration"], pytest.approx(line[name])) for line in lines]
