@@ -234,21 +234,19 @@ def images_of(source: Source) -> Tensor:
     return torch.cat([images for images, _ in source.batches([(torch.arange(len(source)), None)])])
 
 
-def python(script: str, *arguments: object, prefix: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[str]:
-    """A process of its own that runs `script` and talks by lines."""
+def python(
+    script: str, *arguments: object, prefix: tuple[str, ...] = (), more: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """A process of its own that runs `script` and talks by lines; `more` goes into its environment."""
+    here = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *_python_path()])},
-        **options,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here, **(more or {})},
     )
-
-
-def _python_path() -> list[str]:
-    return os.environ.get("PYTHONPATH", "").split(os.pathsep)
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -10,7 +10,7 @@ from memnorm.lab.spec import MEMORY_NORMS, RunSpec
 
 def registered() -> dict[str, bool]:
     """The norms of this version, and whether their layers can be told when to record, as Double-Forward needs."""
-    return {"bn": False} | {name: name in MEMORY_NORMS for name in memnorm.norms.available()}
+    return {name: memnorm.norms.get(name).records for name in memnorm.norms.available()}
 
 
 def why_not(spec: RunSpec) -> str | None:

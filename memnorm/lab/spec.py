@@ -71,7 +71,7 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, hint in get_type_hints(type(self)).items():
+        for name, hint in hints(type(self)).items():
             if get_origin(hint) is dict:  # the caller's own may change later
                 object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
             elif hint is float:  # 1 and 1.0 are the same run
@@ -163,13 +163,23 @@ def arm_name(norm: str, scheme: str) -> str:
     return norm.upper().replace("_", "-") + suffix
 
 
+def hints(cls: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields; evaluating the annotations is slow, so it is done once."""
+    if cls not in _HINTS:
+        _HINTS[cls] = get_type_hints(cls)
+    return _HINTS[cls]
+
+
+_HINTS: dict[Any, dict[str, Any]] = {}
+
+
 def check_types(spec: Any) -> None:
     """Dataclass fields hold what their annotations say; whole floats and ints are each other's friends."""
-    hints = get_type_hints(type(spec))
+    wanted_types = hints(type(spec))
     for one in dataclasses.fields(spec):
         value = getattr(spec, one.name)
-        if not _is_a(value, hints[one.name]):
-            wanted = _words(hints[one.name])
+        if not _is_a(value, wanted_types[one.name]):
+            wanted = _words(wanted_types[one.name])
             raise UsageError(f"{one.name} must be {wanted}; got {value!r}")
 
 

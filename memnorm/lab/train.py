@@ -17,7 +17,7 @@ import torch
 
 from memnorm.lab import checkpoint, environment
 from memnorm.lab.arms import why_not
-from memnorm.lab.data import Data, order
+from memnorm.lab.data import Data, epoch_length, order
 from memnorm.lab.disk import replacing
 from memnorm.lab.errors import Interrupted, LabError, UsageError
 from memnorm.lab.listen import Listener
@@ -85,16 +85,12 @@ class _Run:
         return None
 
     def _plan(self) -> Iterator[tuple[torch.Tensor, int | None]]:
-        return order(
-            self.train_source.labels,
-            sampler=self.spec.sampler,
-            batch_size=self.spec.batch_size,
-            iterations=self.spec.iterations,
-            seed=self.spec.seed,
-            start=self.iteration,
-            classes_per_batch=self.spec.classes_per_batch,
-            augment=self.spec.augment,
-        )
+        labels, spec = self.train_source.labels, self.spec
+        drawing: dict[str, Any] = {"sampler": spec.sampler, "batch_size": spec.batch_size}
+        drawing["classes_per_batch"] = spec.classes_per_batch
+        self.epoch_length = epoch_length(labels, **drawing)
+        seed, augment = spec.seed, spec.augment
+        return order(labels, iterations=spec.iterations, start=self.iteration, seed=seed, augment=augment, **drawing)
 
     def to_the_end(self) -> dict[str, Any]:
         self.listener.began(self.spec, self.iteration)
@@ -139,7 +135,7 @@ class _Run:
         steps, seconds = self.iteration - before["iteration"], self.seconds - before["seconds"]
         line = {
             "iteration": self.iteration,
-            "epoch": round(self.iteration * self.spec.batch_size / len(self.train_source), 4),
+            "epoch": round(self.iteration / self.epoch_length, 4),
             **training.tally.summary("train"),
             **training.evaluate(self.test_source, self.execution.workers),
             "learning_rate": training.optimizer.param_groups[0]["lr"],

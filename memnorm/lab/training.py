@@ -35,10 +35,7 @@ class Training:
         self.spec, self.device = spec, torch.device(device)
         torch.manual_seed(mix(spec.seed, "weights"))
         model = models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options)
-        if spec.norm != "bn":
-            model = memnorm.convert(model, spec.norm, **spec.norm_options)
-        elif spec.norm_options:
-            raise UsageError(f"the norm bn takes no options here; got {', '.join(spec.norm_options)}")
+        model = with_norm(model, spec)
         self.dtype = torch.float64 if spec.precision == "float64" else torch.float32
         self.model = model.to(self.device, self.dtype).train()
         self.optimizer = torch.optim.SGD(
@@ -130,6 +127,16 @@ class Training:
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
         return digest.hexdigest()[:32]
+
+
+def with_norm(model: nn.Module, spec: RunSpec) -> nn.Module:
+    """The model with the norm of the run; a norm whose settings change over the run is told its length."""
+    options = dict(spec.norm_options)
+    if spec.norm == "bn" and spec.scheme == "single" and not options:
+        return model  # as it is
+    if memnorm.norms.get(spec.norm).scales_with_run:
+        options.setdefault("total_steps", spec.iterations)
+    return memnorm.convert(model, spec.norm, **options)
 
 
 class Tally:

@@ -13,7 +13,25 @@ from typing import Any, Literal
 from torch import nn
 
 from memnorm.errors import OptionError
-from memnorm.norms.mbn import memorize
+from memnorm.norms import (
+    bn,
+    brn,
+    cbn,
+    evonorm_s0,
+    frn,
+    ghost,
+    group,
+    instance,
+    lagged_bn,
+    layer,
+    mabn,
+    mbn,
+    momentum_bn,
+    moving_bn,
+    normprop,
+    online,
+    weight_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -70,16 +88,7 @@ def available() -> list[str]:
     return sorted(_REGISTRY)
 
 
-register(
-    Norm(
-        name="mbn",
-        title="Memorized Batch Normalization",
-        paper="Guo et al., Double Forward Propagation for Memorized Batch Normalization, AAAI 2018",
-        replace=memorize,
-        records=True,
-        state="moments of the last k batches and their union",
-        keeps_weights=True,
-        folds=True,
-        double_forward="part of the method",
-    )
-)
+_BATCH_STATISTICS = (mbn, bn, brn, lagged_bn, moving_bn, momentum_bn, ghost, mabn, cbn, online)
+_NO_BATCH_STATISTICS = (group, layer, instance, frn, evonorm_s0, weight_norm, normprop)
+for module in (*_BATCH_STATISTICS, *_NO_BATCH_STATISTICS):
+    register(Norm(**module.ENTRY))

@@ -143,3 +143,16 @@ def plain(layer: MemorizedBatchNorm) -> _BatchNorm:
         new.running_mean = new.running_mean.to(layer._plain_dtype)
         new.running_var = new.running_var.to(layer._plain_dtype)
     return new
+
+
+ENTRY: dict[str, Any] = {
+    "name": "mbn",
+    "title": "Memorized Batch Normalization",
+    "paper": "Guo et al., Double Forward Propagation for Memorized Batch Normalization, AAAI 2018",
+    "replace": memorize,
+    "records": True,
+    "state": "moments of the last k batches and their union",
+    "keeps_weights": True,
+    "folds": True,
+    "double_forward": "part of the method",
+}

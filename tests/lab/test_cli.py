@@ -12,9 +12,11 @@ import pytest
 import yaml
 from reportkit import fabricate
 
+from memnorm import norms
 from memnorm.lab.cli import COMMANDS, main
 from memnorm.lab.cli import demo as demo_command
 from memnorm.lab.spec import RunSpec
+from memnorm.lab.tables import TABLES
 
 QUICK = ["--data", "digits", "--model", "small", "--batch-size", "4", "--iterations", "6", "--evaluations", "2"]
 QUICK += ["--test-images", "50", "--threads", "1"]
@@ -136,7 +138,7 @@ def test_underscores_in_flags_are_as_good_as_dashes(call):
         (["--batch-size", "0"], "batch_size must be at least 1; got 0"),
         (["--batchsize", "4"], "--batchsize"),
         (["--norm", "foo"], "the norm 'foo' is not registered"),
-        (["--norm", "bn", "--scheme", "double"], "Double-Forward needs a norm that records"),
+        (["--norm", "group", "--scheme", "double"], "Double-Forward needs a norm that records"),
         (["--norm", "mbn", "--norm-options", "{memory: 3}"], "memory"),
         (["--norm", "bn", "--strength", "[0.5]"], "strength belongs to the norm mbn"),
         (["--model", "resnet21"], "resnet20"),
@@ -234,7 +236,7 @@ def test_tuning_looks_at_held_out_training_images_only(call, tmp_path):
     [
         (["--norms", "bn,foo"], "there is no norm 'foo'"),
         (["--norms", ""], "--norms needs at least one"),
-        (["--norms", "bn-2"], "Double-Forward needs"),
+        (["--norms", "group-2"], "Double-Forward needs"),
         (["--batch-sizes", "2,x"], "--batch-sizes needs positive numbers"),
         (["--batch-sizes", "0"], "--batch-sizes needs positive numbers"),
         (["--seeds", "0"], "--seeds needs at least one"),
@@ -252,7 +254,7 @@ def test_reproduce_list_shows_cells_with_the_paper_s_number_status_and_time(call
     code, out, _ = call("reproduce", "small-batch", "cifar10", "--scale", "smoke", "--list")
     assert code == 0
     assert re.search(r"small-batch +8/MBN +15\.37 +.*to do", out)
-    assert re.search(r"cifar10 +BRN/ResNet-20 +8\.18 .*not registered", out)
+    assert re.search(r"cifar10 +BRN/ResNet-20 +8\.18 +.*to do", out)
     assert re.search(r"cifar10 +NormProp/ResNet-20 .*does not apply", out)
 
 
@@ -276,6 +278,29 @@ def test_reproduce_runs_the_chosen_cells_skips_them_the_second_time_and_reports(
     assert re.search(r"40/ResNet-20 .*to do", listing)
 
 
+def test_cells_whose_norm_is_not_registered_are_listed_as_such(call, monkeypatch):
+    monkeypatch.delitem(norms._REGISTRY, "brn")
+    out = call("reproduce", "cifar10", "--scale", "smoke", "--only", "B*/ResNet-20", "--list")[1]
+    assert re.search(r"cifar10 +BRN/ResNet-20 +8\.18 .*'brn' is not registered", out)
+    assert re.search(r"cifar10 +BN/ResNet-20 +8\.41 .*to do", out)
+
+
+@pytest.mark.slow
+def test_every_cell_of_the_paper_runs_at_smoke_scale_within_90_seconds(call, tmp_path):
+    start = time.monotonic()
+    code, out, err = call("reproduce", "all", "--scale", "smoke", "--jobs", "2")
+    assert code == 0, err
+    assert time.monotonic() - start < 90
+    assert "to do" not in out
+    assert "FAILED" not in err
+    page = (tmp_path / "report/report.html").read_text()
+    done = len(list(tmp_path.glob("runs/*/result.json")))
+    assert done == 61
+    smoke = page[page.index("smoke scale") :]
+    for table in TABLES.values():
+        assert all(row in smoke and column in smoke for row in table.rows for column in table.columns)
+
+
 def test_smoke_numbers_never_stand_beside_printed_ones(call):
     out = call("reproduce", "memory-size", "--scale", "smoke", "--only", "10/*", "--threads", "1")[1]
     assert "7.87" not in out
@@ -288,7 +313,7 @@ def test_smoke_numbers_never_stand_beside_printed_ones(call):
         (["reproduce", "memory-size", "--only", "11/*"], "matches nothing"),
         (["reproduce", "memory-size", "--scale", "huge"], "scale"),
         (["reproduce", "memory-size", "--seeds", "0"], "--seeds"),
-        (["reproduce", "cifar10", "--only", "BRN/*", "--scale", "smoke"], "none of these cells can be run"),
+        (["reproduce", "cifar10", "--only", "NormProp/ResNet-*", "--scale", "smoke"], "none of these cells can be run"),
         (["reproduce"], "NAME"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

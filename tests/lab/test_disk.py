@@ -28,6 +28,7 @@ def test_a_file_is_replaced_in_one_step(old):
     with replacing(old) as temporary:
         temporary.write_text("new")
         assert temporary.parent == old.parent
+        assert temporary.match(".file.*.tmp")  # by which the next start finds what a killed process left
         assert old.read_text() == "old"
     assert old.read_text() == "new"
     assert os.listdir(old.parent) == [old.name]
@@ -65,6 +66,26 @@ def test_the_bytes_are_on_the_disk_before_the_file_is_in_place(old, monkeypatch)
     with replacing(old) as temporary:
         temporary.write_text("new")
     assert calls == [old.stat().st_ino, "replace", old.parent.stat().st_ino]
+
+
+def test_no_file_stays_open(tmp_path):
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(5):
+        write_text(tmp_path / "file", "x")
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_text_is_utf8_wherever_the_user_lives(tmp_path):
+    script = """
+        import sys
+        from pathlib import Path
+        from memnorm.lab.disk import append_line, write_text
+        write_text(Path(sys.argv[1]), "λ")
+        append_line(Path(sys.argv[1]), "γ")
+        """
+    elsewhere = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    said(python(script.replace("λ", r"\u03bb").replace("γ", r"\u03b3"), tmp_path / "file", more=elsewhere))
+    assert (tmp_path / "file").read_bytes() == "λ\nγ\n".encode()
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])

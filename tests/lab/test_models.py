@@ -189,7 +189,7 @@ def test_a_smaller_image_is_refused_with_the_least_size(name):
 
 def test_the_refusal_of_a_small_image_names_networks_that_take_it():
     with pytest.raises(UsageError, match=r"Models for such images: small, nin, resnet8, .*resnet110\.$"):
-        models.build("resnet18", classes=10, image_shape=(1, 8, 8))
+        models.build("resnet18", classes=10, image_shape=(1, 4, 4))
 
 
 @pytest.mark.parametrize("name", ["small", "nin", "resnet8"])

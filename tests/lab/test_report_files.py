@@ -28,7 +28,7 @@ FORMULA = "=HYPERLINK(1)|[a](b)"
 VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
 CELL = tables.TABLES["cifar10"].cell("MBN", "ResNet-20")
 SECTION = report.Section(
-    "A <b>part</b> of the caller's", ["It says <i>this</i>."], [report.Grid("Grid", ["a", "b"], [["=1", "<td>"]])]
+    "A <b>part</b> of the caller's", ["It says <i>this</i>."], [report.Grid("", ["a", "b"], [["=1", "<td>"]])]
 )
 
 
@@ -71,7 +71,7 @@ def made_again(tmp_path_factory):
 import json, sys
 from memnorm.lab import report
 section = report.Section("A <b>part</b> of the caller's", ["It says <i>this</i>."],
-                         [report.Grid("Grid", ["a", "b"], [["=1", "<td>"]])])
+                         [report.Grid("", ["a", "b"], [["=1", "<td>"]])])
 report.write(["runs"], "out", title="A <title>", sections=[section])
 print(json.dumps(sorted(sys.modules)))
 """
@@ -183,6 +183,7 @@ def test_tables_have_captions_and_headers_with_a_scope(page):
     tables_shown = sum(tag == "table" for tag, _ in read.tags)
     assert sum(tag == "caption" for tag, _ in read.tags) == tables_shown > 7
     assert all("scope" in attrs for tag, attrs in read.tags if tag == "th")
+    assert "<caption></caption>" not in page
 
 
 def test_headings_go_down_one_level_at_a_time(page):

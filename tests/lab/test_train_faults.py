@@ -20,9 +20,12 @@ from labkit import (
     undisturbed,
 )
 
+import memnorm
+from memnorm.errors import MemnormError
 from memnorm.lab import checkpoint
+from memnorm.lab.arms import why_not
 from memnorm.lab.disk import explained
-from memnorm.lab.errors import LabError, UsageError
+from memnorm.lab.errors import LabError
 from memnorm.lab.store import Store
 from memnorm.lab.train import run
 
@@ -54,6 +57,18 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(store, arm):
     ear = assert_ends_as_undisturbed(spec, store, began=9)
     (message,) = ear.all("message")
     assert message.startswith(f"{newest.name} cannot be read (")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["single", "double"])
+@pytest.mark.parametrize("norm", memnorm.norms.available())
+def test_a_run_of_any_norm_ends_as_undisturbed(store, norm, scheme):
+    spec = LONG.but(norm=norm, scheme=scheme)
+    if why_not(spec):
+        pytest.skip(why_not(spec))
+    crash(spec, store, at=7)
+    crash(spec, store, at=14)
+    assert_ends_as_undisturbed(spec, store, began=13)
 
 
 def test_two_damaged_checkpoints_start_anew(store):
@@ -149,6 +164,7 @@ def test_a_really_full_disk_ends_the_run_in_words_and_costs_nothing(tmp_path):
         from pathlib import Path
         import torch
         from labkit import *
+        from memnorm.lab.errors import LabError
 
         torch.set_num_threads(1)
         root = Path(sys.argv[1])
@@ -182,17 +198,17 @@ def test_a_really_full_disk_ends_the_run_in_words_and_costs_nothing(tmp_path):
     ("changes", "message"),
     [
         ({"norm": "nope"}, "nope"),
-        ({"norm": "bn", "scheme": "double"}, "Double-Forward"),
+        ({"norm": "group", "scheme": "double"}, "Double-Forward"),
         ({"model": "nope"}, "unknown model 'nope'"),
         ({"model": "labkit:refuse"}, "this factory fails"),
         ({"data": "nope", "data_options": {}}, "unknown data set 'nope'"),
         ({"batch_size": 45}, "batch_size must be between 1 and the number of training images, 44; got 45"),
         ({"train_images": 100}, "44 training images"),
-        ({"norm_options": {"memory_size": 3}}, "the norm bn takes no options"),
+        ({"norm_options": {"memory_size": 3}}, "memory_size"),
     ],
     ids=str,
 )
 def test_a_run_that_cannot_be_leaves_nothing_in_the_store(store, changes, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(MemnormError, match=message):
         run(tiny(**changes), store, execution=PLAIN)
     assert store.runs() == []

@@ -10,6 +10,7 @@ from labkit import ARMS, PLAIN, Spy, content, images_of, tiny
 from torch import nn
 
 import memnorm
+from memnorm.errors import OptionError
 from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import Execution
 from memnorm.lab.store import Store
@@ -134,8 +135,8 @@ def test_the_options_of_the_norm_reach_its_layers():
     assert [layer.memory_size for layer in layers] == [7, 7]
 
 
-def test_the_norm_bn_takes_no_options():
-    with pytest.raises(UsageError, match="the norm bn takes no options here; got memory_size"):
+def test_an_option_that_the_norm_does_not_have_is_refused():
+    with pytest.raises(OptionError, match="unknown option memory_size"):
         trained(tiny(norm_options={"memory_size": 3}))
 
 

@@ -54,7 +54,8 @@ def main(words: Sequence[str]) -> int:
             )
 
     found = compare.answer(question, run, store)
-    written = report.write([arguments.runs], arguments.out, only=[outcome.spec for outcome in found.outcomes])
+    stored = [outcome.spec for outcome in found.outcomes if outcome.status != "failed"]
+    written = report.write([arguments.runs], arguments.out, only=stored) if stored else []
     print(as_json(found) if arguments.json else as_text(found, question, written))
     return FAILED if any(outcome.status == "failed" for outcome in found.outcomes) else OK
 
@@ -121,7 +122,9 @@ def as_text(found: compare.Answer, question: compare.Question, written: Sequence
     header, rows = error_table(found)
     failed = [f"{one.spec.arm} batch {one.spec.batch_size}: {one.message}" for one in found.outcomes if one.message]
     trouble = ["failed:\n" + "\n".join(failed)] if failed else []
-    return "\n\n".join([protocol, table([header, *rows]), *trouble, found.verdict.text, f"report: {written[0]}"])
+    return "\n\n".join(
+        [protocol, table([header, *rows]), *trouble, found.verdict.text, *(f"report: {page}" for page in written[:1])]
+    )
 
 
 def error_table(found: compare.Answer) -> tuple[Sequence[str], list[Sequence[str]]]:

@@ -47,7 +47,7 @@ def gather(data_root: Path | None) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
         "kernels": environment.kernels(),
-        "norms": sorted({"bn", *memnorm.norms.available()}),
+        "norms": memnorm.norms.available(),
         "data root": str(root),
         "data present": [name for name, entry in data.available().items() if entry.present(root)],
     }

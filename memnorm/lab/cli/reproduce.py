@@ -54,6 +54,7 @@ def main(words: Sequence[str]) -> int:
     store = Store(arguments.runs)
     if arguments.list or arguments.dry_run:
         threads = 1 if arguments.jobs else execution.threads or cores()
+        stderr().print("measuring this machine …", markup=False)
         known = estimate_time.measured(store.runs(), threads, machine())
         seconds = estimate_time.estimate(specs, threads=threads, known=known)
         show = listing if arguments.list else queue

@@ -41,7 +41,8 @@ def _lines(page: Page, pictures: Mapping[str, Picture]) -> Iterator[str]:
         for paragraph in section.paragraphs:
             yield f"{plain(paragraph)}\n"
         for grid in section.grids:
-            yield f"{plain(grid.caption or grid.title)}\n"
+            if grid.caption or grid.title:
+                yield f"{plain(grid.caption or grid.title)}\n"
             yield from table(grid.header, grid.rows)
             yield ""
     for part in present.parts(page):

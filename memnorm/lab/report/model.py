@@ -254,7 +254,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of texts for a section of the caller's."""
+    """A table of texts for a section of the caller's; without a title it goes by the section's."""
 
     title: str
     header: Sequence[str]

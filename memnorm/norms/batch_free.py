@@ -1,0 +1,122 @@
+"""What the norms without batch statistics share: γ and β per channel, and looking at what comes in.
+
+They treat every image alone (or only the weights), so training and eval compute the same and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole
+from memnorm.norms.base import check_options, with_affine
+
+Layer = TypeVar("Layer", bound="BatchFreeNorm")
+
+
+class BatchFreeNorm(nn.Module):
+    """A norm over (N, C, …) with `weight` (γ) and `bias` (β) per channel. In place of a batch norm it has that one's
+    parameters, and lacks those that one lacks.
+
+    `OPTIONS` are the options of the norm with their defaults; they become attributes of the layer.
+    """
+
+    OPTIONS: ClassVar[dict[str, Any]] = {}
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, num_features: int, *, affine: bool = True, device: Any = None, dtype: Any = None, **options: Any
+    ) -> None:
+        super().__init__()
+        self.num_features = num_features
+        for name, value in check_options(type(self).__name__, self.OPTIONS, options).items():
+            setattr(self, name, value)
+        for name in ("weight", "bias"):
+            empty = nn.Parameter(torch.empty(num_features, device=device, dtype=dtype)) if affine else None
+            self.register_parameter(name, empty)
+        self._add_state(device, dtype)
+        self.reset_parameters()
+
+    @classmethod
+    def replacing(cls, layer: _BatchNorm, **options: Any) -> nn.Module:
+        """The layer of this class in place of a batch norm, with its parameters and its mode."""
+
+        def build(num_features: int) -> BatchFreeNorm:
+            new = cls(num_features, **options)
+            new.__dict__["_fresh"] = True
+            return new
+
+        return with_affine(layer, build)
+
+    def _add_state(self, device: Any, dtype: Any) -> None:
+        """Check the options; register what a subclass has besides γ and β, for `reset_parameters` to fill."""
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def _check(self, x: Tensor) -> None:
+        name = type(self).__name__
+        if x.dim() < 2 or x.shape[1] != self.num_features:
+            raise InputError(
+                f"{name}: expected input (N, {self.num_features}, …), as many channels as the layer has; got shape "
+                f"{tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise DTypeError(f"{name}: expected floating-point input, got {x.dtype}")
+
+    def _affine(self, x: Tensor, scale: Tensor | float | None = None) -> Tensor:
+        """γ · scale · x + β in the dtype of x."""
+        factor = per_channel(self.weight, x)
+        if scale is not None:
+            factor = scale if factor is None else factor * scale
+        shift = per_channel(self.bias, x)
+        if isinstance(factor, Tensor) and shift is not None:
+            return torch.addcmul(shift, x, factor).to(x.dtype)
+        y = x if factor is None else x * factor
+        return (y if shift is None else y + shift).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        own = "".join(f", {name}={getattr(self, name)}" for name in self.OPTIONS)
+        return f"{self.num_features}{own}"
+
+
+def per_channel(parameter: Tensor | None, x: Tensor) -> Any:
+    """A vector over channels in the shape that broadcasts with x (N, C, …); None stays None."""
+    return None if parameter is None else parameter.view(1, -1, *([1] * (x.dim() - 2)))
+
+
+def fresh_layers(model: nn.Module, kind: type[Layer]) -> list[Layer]:
+    """The layers of this kind that the present conversion has put into `model`. A layer is fresh once."""
+    return [one for one in model.modules() if isinstance(one, kind) and one.__dict__.pop("_fresh", False)]
+
+
+def spatial_count(x: Tensor) -> int:
+    """Values per image and channel."""
+    count = 1
+    for size in x.shape[2:]:
+        count *= size
+    return count
+
+
+def choose_groups(channels: int, num_groups: int | None) -> int:
+    """The number of groups for a layer: the largest divisor of its channels that is not above `num_groups`.
+
+    Without a wish it is 32, and a group has at least two channels: one channel per group is instance norm.
+    """
+    if num_groups is not None and (not is_whole(num_groups) or num_groups < 1):
+        raise OptionError(f"num_groups must be a whole number of at least 1, or None for up to 32; got {num_groups!r}")
+    limit = max(1, min(32, channels // 2)) if num_groups is None else min(int(num_groups), channels)
+    return next(count for count in range(limit, 0, -1) if channels % count == 0)
+
+
+def check_eps(name: str, eps: Any) -> None:
+    if not is_number(eps) or not eps > 0:
+        raise OptionError(f"{name}: eps must be a positive number; got {eps!r}")

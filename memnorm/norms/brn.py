@@ -1,0 +1,107 @@
+"""Batch Renormalization: batch norm, then the affine map per channel that makes it the moving averages' normalisation.
+
+    r = clip(σ_B/σ, 1/r_max, r_max)      d = clip((μ_B − μ)/σ, −d_max, d_max)      (both constants)
+    y = γ((x − μ_B)/σ_B · r + d) + β     μ ← μ + α(μ_B − μ)      σ ← σ + α(σ_B − σ)
+
+Every σ has ε under its root, as in the paper's Algorithm 1. What is averaged is the deviation, and what is stored is
+the `running_var` with σ = √(running_var + ε), so that checkpoints and eval are batch norm's. The limits are relaxed
+from batch norm's (1, 0) to (r_max, d_max) as batches are recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from memnorm.errors import OptionError, is_number, is_whole
+from memnorm.functional import Moments, batch_moments
+from memnorm.norms.base import RunningNorm, blend
+
+# The published steps: batch norm until WARM_UP, r_max reached at R_FULL and d_max at D_FULL, of PUBLISHED in all.
+WARM_UP, R_FULL, D_FULL, PUBLISHED = 5_000, 40_000, 25_000, 130_000
+
+
+class BatchRenorm(RunningNorm):
+    """Batch Renormalization over (N, C, …).
+
+    Args:
+        r_max: largest ratio between the batch's deviation and the moving one that is corrected, at least 1.
+        d_max: largest distance between the means that is corrected, in moving deviations; with r_max=1, d_max=0
+            training is batch norm's.
+        total_steps: length of the training, to which the published relaxation is scaled; None: its absolute steps.
+    """
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"r_max": 3.0, "d_max": 5.0, "total_steps": None}
+    MOMENTUM = 0.01
+    MIN_VALUES = 2
+
+    r_max: float
+    d_max: float
+    total_steps: int | None
+
+    def _install(self, **options: Any) -> None:
+        r_max, d_max = options["r_max"], options["d_max"]
+        if not is_number(r_max) or not r_max >= 1:
+            raise OptionError(f"brn: r_max must be at least 1, where no deviation is corrected; got {r_max!r}")
+        if not is_number(d_max) or not d_max >= 0:
+            raise OptionError(f"brn: d_max must be zero or positive, in standard deviations; got {d_max!r}")
+        check_total_steps("brn", options["total_steps"])
+        super()._install(**options)
+
+    def limits(self, batches: Any = None) -> tuple[Tensor, Tensor]:
+        """(r_max, d_max) after so many recorded batches, those of the layer by default. Linear in between, and
+        constant once they are reached.
+        """
+        batches = self._as_float(self.num_batches_tracked if batches is None else batches)
+        scale = 1 if self.total_steps is None else self.total_steps / PUBLISHED
+        past_warm_up = batches - WARM_UP * scale
+        r_part = (past_warm_up / ((R_FULL - WARM_UP) * scale)).clamp(0, 1)
+        d_part = (past_warm_up / ((D_FULL - WARM_UP) * scale)).clamp(0, 1)
+        return 1 + (self.r_max - 1) * r_part, self.d_max * d_part
+
+    def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
+        batch = batch_moments(x.detach())
+        r_max, d_max = self.limits(state.weight)
+        mean, deviation = state.mean.to(batch.mean.dtype), self._deviation(state.var.to(batch.var.dtype))
+        r = (self._deviation(batch.var) / deviation).clamp(1 / r_max, r_max)
+        d = ((batch.mean - mean) / deviation).clamp(-d_max, d_max)
+        if self.weight is not None:
+            r, d = r * self.weight, d * self.weight
+        bias = d if self.bias is None else d + self.bias
+        return F.batch_norm(x, None, None, r, bias, True, 0.0, self.eps), batch
+
+    def _record(self, batch: Moments, state: Moments) -> None:
+        share = self._share(self.num_batches_tracked)
+        var = self.running_var.to(batch.var.dtype)
+        deviation = self._deviation(var)
+        step = share * (self._deviation(batch.var) - deviation)
+        # (σ + step)² − ε without the cancellation.
+        self._store(blend(self.running_mean, batch.mean, share), (var + step * (2 * deviation + step)).clamp(min=0))
+
+    def _deviation(self, var: Tensor) -> Tensor:
+        return (var + self.eps).sqrt()
+
+
+def check_total_steps(norm: str, total_steps: Any) -> None:
+    if total_steps is not None and (not is_whole(total_steps) or total_steps < 1):
+        raise OptionError(
+            f"{norm}: total_steps must be the number of steps of the training, or None; got {total_steps!r}"
+        )
+
+
+ENTRY: dict[str, Any] = {
+    "name": "brn",
+    "title": "Batch Renormalization",
+    "paper": "Ioffe, Batch Renormalization: Towards Reducing Minibatch Dependence in Batch-Normalized Models, "
+    "NeurIPS 2017",
+    "replace": BatchRenorm.replacing,
+    "records": True,
+    "state": "moving averages of mean and deviation",
+    "batch_one": False,
+    "keeps_weights": True,
+    "folds": True,
+    "double_forward": "fresher statistics",
+    "scales_with_run": True,
+}

@@ -1,0 +1,272 @@
+"""Cross-Iteration Batch Normalization: the statistics of the last k batches, corrected for how the weights have moved.
+
+A batch of τ iterations ago had mean μ and second moment ν under weights θ' = θ(t−τ). What they would be under the
+present weights θ follows from a first-order expansion in the filters of the layer before the norm, each channel's
+statistics in its own filter and bias:
+
+    μ(θ) ≈ μ + ∂μ/∂θ·(θ − θ')          ν(θ) ≈ ν + ∂ν/∂θ·(θ − θ')
+    μ̄ = mean over the k batches of μ(θ)          ν̄ = mean of max(ν(θ), μ(θ)²)          σ̄² = ν̄ − μ̄²
+    y = γ (x − μ̄)/√(σ̄² + ε) + β
+
+The gradient flows through the present batch's share of μ̄ and σ̄²; earlier batches are constants. Running statistics
+and eval are batch norm's. For the first `burn_in` batches k is 1.
+
+With p the input patch under the filter, x = θ·p + b, so ∂μ/∂θ = mean(p), which is the same for all channels of a group,
+and with σ² in place of ν, which loses no digits where the mean is large, ∂σ²/∂θ = 2 cov(x, p) and
+
+    ν(θ) − μ(θ)² = σ² + ∂σ²/∂θ·(θ − θ') − (μ(θ) − μ)²
+
+Earlier batches enter as the union of equally weighted sets, which is the memory of memorized batch norm.
+
+Which layer feeds a norm is seen as the model runs: a forward hook on convolutions and linear layers leaves a note on
+the tensor they return, and the norm looks for one on its input. Without a note, or with one from another layer than
+before, the batch is normalised by its own statistics and not remembered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from memnorm.errors import InputError
+from memnorm.functional import Moments, count_per_channel, normalize_with_memory, snapshot, statistics_dtype
+from memnorm.norms.window import WindowedNorm, check_whole, count_up, place
+
+NOTE = "_memnorm_source"
+
+
+class Source(NamedTuple):
+    """Where a tensor comes from; the versions tell whether something was changed in place since."""
+
+    layer: Any
+    input: Tensor
+    versions: tuple[int, int]
+
+
+class CrossIterationBatchNorm(WindowedNorm):
+    """Cross-iteration batch norm over (N, C, …), behind a convolution or linear layer with the hook `note_source`.
+
+    Args:
+        window: k, the batches whose statistics are used, the present one included.
+        burn_in: batches before earlier ones are used.
+    """
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"window": 8, "burn_in": 0}
+    MEMORY: ClassVar[tuple[str, ...]] = (
+        "memory_mean",
+        "memory_var",
+        "memory_linear_mean",
+        "memory_linear_var",
+        "memory_slope_mean",
+        "memory_slope_var",
+        "memory_filled",
+        "memory_next",
+        "memory_steps",
+    )
+
+    window: int
+    burn_in: int
+    memory_mean: Tensor  # moments of earlier batches under the weights they had
+    memory_var: Tensor
+    memory_linear_mean: Tensor  # slope · weights, under those weights
+    memory_linear_var: Tensor
+    memory_slope_mean: Tensor  # (k − 1, groups, weights of a filter)
+    memory_slope_var: Tensor  # (k − 1, channels, weights of a filter)
+    memory_filled: Tensor
+    memory_next: Tensor  # the row to write next; when all are filled, the oldest
+    memory_steps: Tensor
+    _fed_by: weakref.ref[nn.Module] | None
+    _feed: tuple[Source, Tensor] | None
+
+    def _install(self, **options: Any) -> None:
+        super()._install(**options)
+        self.window, self.burn_in = check_whole("window", self.window, 1), check_whole("burn_in", self.burn_in, 0)
+        self._fed_by = self._feed = None
+        for name in self.MEMORY[:4]:
+            self._remember(name, self.window - 1, self.num_features)
+        for name in ("memory_slope_mean", "memory_slope_var"):
+            self._remember(name, self.window - 1, 0, 0)  # until the layer before this one is known
+        for name in ("memory_filled", "memory_next", "memory_steps"):
+            self._remember(name, dtype=torch.long)
+
+    def _forward(self, input: Tensor) -> Tensor:
+        source = take_note(input)
+        if source is not None and self._accepts(source, input):
+            self._feed = source, input.detach()
+        try:
+            return super()._forward(input)
+        finally:
+            self._feed = None
+
+    def _accepts(self, source: Source, x: Tensor) -> bool:
+        """Whether there is a memory, of batches that came through the same layer."""
+        owner = self._fed_by() if self._fed_by is not None else None
+        unused = not self.training or self.window == 1 or self.running_mean is None
+        if unused or (owner is not None and owner is not source.layer):
+            return False
+        groups, weights = getattr(source.layer, "groups", 1), source.layer.weight[0].numel()
+        shapes = {
+            "memory_slope_mean": (self.window - 1, groups, weights),
+            "memory_slope_var": (self.window - 1, x.shape[1], weights),
+        }
+        for name, shape in shapes.items():
+            if tuple(self.get_buffer(name).shape) != shape:
+                self._remember(name, *shape)
+                self.memory_filled.zero_()
+                self.memory_next.zero_()
+        self._fed_by = weakref.ref(source.layer)
+        return True
+
+    def _read(self) -> Moments:
+        """The union of the earlier batches under the present weights, and how many they are."""
+        if self._feed is None:
+            none = torch.zeros_like(self.memory_filled)
+            return Moments(snapshot(self.running_mean), snapshot(self.running_var), none)
+        linear_mean, linear_var = self._linear(
+            self._feed[0].layer, self.memory_slope_mean, self.memory_slope_var, self.memory_mean.dtype
+        )
+        mean_KC = self.memory_mean + linear_mean - self.memory_linear_mean
+        change_KC = linear_var - self.memory_linear_var - (mean_KC - self.memory_mean).square()
+        var_KC = (self.memory_var + change_KC).clamp(min=0)
+        filled = self.memory_filled * (self.memory_steps >= self.burn_in)
+        used_K = torch.arange(self.window - 1, device=filled.device) < filled
+        share_K1 = used_K.unsqueeze(1).to(mean_KC.dtype) / filled.clamp(min=1)
+        mean_C = (share_K1 * mean_KC).sum(0)
+        return Moments(mean_C, (share_K1 * (var_KC + (mean_KC - mean_C).square())).sum(0), filled)
+
+    @staticmethod
+    def _linear(layer: Any, slope_KGF: Tensor, slope_KCF: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What the slopes give for the present weights and bias of `layer`, for mean and variance."""
+        weight_CF = layer.weight.detach().flatten(1).to(dtype)
+        grouped = weight_CF.unflatten(0, (slope_KGF.shape[1], -1))
+        mean_KC = torch.einsum("kgf,gcf->kgc", slope_KGF.to(dtype), grouped).flatten(1)
+        if layer.bias is not None:
+            mean_KC = mean_KC + layer.bias.detach().to(dtype)
+        return mean_KC, torch.einsum("kcf,cf->kc", slope_KCF.to(dtype), weight_CF)
+
+    def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
+        count = count_per_channel(x)
+        if count == 1 and not bool(state.weight > 0):
+            raise InputError(
+                f"{type(self).__name__}: Expected more than 1 value per channel when training, got input size "
+                f"{tuple(x.shape)}, and no earlier batch is remembered. Begin with a larger batch."
+            )
+        memory = Moments(state.mean, state.var, state.weight * count)
+        return normalize_with_memory(x, self.weight, self.bias, memory, self.eps)
+
+    def _record(self, batch: Moments, state: Moments) -> None:
+        super()._record(batch, state)
+        finite = (batch.mean.isfinite() & batch.var.isfinite()).all()
+        count_up(self.memory_steps, finite, self.burn_in)
+        if self._feed is None:
+            return
+        source, x = self._feed
+        slope_GF, slope_CF = slopes(source, x, batch)
+        finite = finite & slope_GF.isfinite().all() & slope_CF.isfinite().all()
+        linear = self._linear(source.layer, slope_GF[None], slope_CF[None], self.memory_mean.dtype)
+        newest = (batch.mean, batch.var, linear[0][0], linear[1][0], slope_GF, slope_CF)
+        for name, value in zip(self.MEMORY, newest, strict=False):
+            place(self.get_buffer(name), value, self.memory_next, finite)
+        count_up(self.memory_filled, finite, self.window - 1)
+        self.memory_next.copy_((self.memory_next + finite) % (self.window - 1))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name in ("memory_slope_mean", "memory_slope_var"):
+            saved, own = state_dict.get(prefix + name), self._buffers.get(name)
+            if isinstance(saved, Tensor) and own is not None and saved.shape[0] == own.shape[0]:
+                self._remember(name, *saved.shape)  # the layer it was saved from may have run, and this one not
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fed_by": None, "_feed": None}
+
+
+def slopes(source: Source, x: Tensor, batch: Moments) -> tuple[Tensor, Tensor]:
+    """∂μ/∂θ per group and ∂σ²/∂θ per channel, of the batch `x` that `source` gave, as rows of weights."""
+    layer, dtype = source.layer, statistics_dtype(x.dtype)
+    count = count_per_channel(x)
+    centred = (x.to(dtype) - batch.mean.view(1, -1, *[1] * (x.dim() - 2))) * (2 / count)
+    with torch.autocast(x.device.type, enabled=False):
+        patches = source.input.to(dtype)
+        if isinstance(layer, nn.Linear):
+            return patches.mean(0, keepdim=True), centred.t() @ patches
+        ones = centred.new_full((x.shape[0], layer.groups, *x.shape[2:]), 1 / count)
+        return _by_filter(layer, patches, ones), _by_filter(layer, patches, centred)
+
+
+def _by_filter(layer: Any, patches: Tensor, grad: Tensor) -> Tensor:
+    """Σ over positions of `grad` times the patch there, for every channel of `grad`."""
+    padding = layer.padding
+    if isinstance(padding, str) or layer.padding_mode != "zeros":
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        patches, padding = F.pad(patches, layer._reversed_padding_repeated_twice, mode=mode), (0,) * len(layer.stride)
+    shape = (grad.shape[1], *layer.weight.shape[1:])
+    result: Tensor = torch.ops.aten.convolution_backward(
+        grad,
+        patches,
+        grad.new_zeros(shape),
+        None,
+        layer.stride,
+        padding,
+        layer.dilation,
+        False,
+        [0],
+        layer.groups,
+        [False, True, False],
+    )[1]
+    return result.flatten(1)
+
+
+def note_source(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook: leave a note on what a convolution or linear layer returns in training."""
+    if torch.compiler.is_compiling() or not layer.training or type(output) is not Tensor or output.is_inference():
+        return
+    given = args[0] if args else kwargs["input"]
+    rank = 2 if isinstance(layer, nn.Linear) else len(layer.stride) + 2  # type: ignore[arg-type]
+    if output.dim() == rank and type(given) is Tensor and not given.is_inference():
+        setattr(output, NOTE, Source(layer, given.detach(), (given._version, output._version)))
+
+
+def take_note(x: Tensor) -> Source | None:
+    """The note on `x`, which is removed; None if there is none or a tensor was changed in place since."""
+    source: Source | None = getattr(x, NOTE, None)
+    if source is None:
+        return None
+    delattr(x, NOTE)
+    return source if source.versions == (source.input._version, x._version) else None
+
+
+def watch_sources(model: nn.Module, _options: Mapping[str, Any] | None = None) -> None:
+    """Put the hook on every convolution and linear layer of `model`."""
+    for module in model.modules():
+        wanted = isinstance(module, (_ConvNd, nn.Linear)) and not isinstance(module, _ConvTransposeNd)
+        if wanted and note_source not in module._forward_hooks.values():
+            module.register_forward_hook(note_source, with_kwargs=True)
+
+
+def unwatch_sources(model: nn.Module) -> None:
+    """Take the hooks of `watch_sources` away."""
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if hook is note_source]:
+            del module._forward_hooks[key]
+            module._forward_hooks_with_kwargs.pop(key, None)
+
+
+ENTRY: dict[str, Any] = {
+    "name": "cbn",
+    "title": "Cross-Iteration Batch Normalization",
+    "paper": "Yao et al., Cross-Iteration Batch Normalization, CVPR 2021",
+    "replace": CrossIterationBatchNorm.replacing,
+    "records": True,
+    "state": "moments of the last k − 1 batches and their slopes: k − 1 copies of the weights",
+    "keeps_weights": True,
+    "folds": True,
+    "double_forward": "fresher statistics",
+    "surgery": watch_sources,
+}

@@ -1,0 +1,89 @@
+"""EvoNorm-S0: a norm and an activation in one, found by an evolutionary search.
+
+    y = x σ(v x)/√(s² + ε) · γ + β      σ the logistic function, v learned per channel
+
+s² is the variance of a group of channels over the pixels of one image, as in group norm; x itself is not centred. Where
+no activation followed the batch norm, the paper's layer is γ x + β.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from memnorm.errors import InputError
+from memnorm.functional import statistics_dtype
+from memnorm.norms.activations import absorb
+from memnorm.norms.batch_free import (
+    BatchFreeNorm,
+    check_eps,
+    choose_groups,
+    fresh_layers,
+    per_channel,
+    spatial_count,
+)
+
+
+class EvoNormS0(BatchFreeNorm):
+    """EvoNorm-S0 over (N, C, …); without `gate` (v, None) it is the affine map alone.
+
+    Args:
+        num_groups: the most groups the layer may have; it gets the largest number that divides its channels. None is
+            up to 32, with two channels or more to a group.
+        eps: ε.
+    """
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"num_groups": None, "eps": 1e-5}
+
+    num_groups: int
+    eps: float
+    gate: nn.Parameter | None
+
+    def _add_state(self, device: Any, dtype: Any) -> None:
+        check_eps("EvoNormS0", self.eps)
+        self.num_groups = choose_groups(self.num_features, self.num_groups)
+        self.gate = nn.Parameter(torch.empty(self.num_features, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.gate is not None:
+            nn.init.ones_(self.gate)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check(input)
+        if self.gate is None:
+            return self._affine(input)
+        if self.num_features // self.num_groups * spatial_count(input) < 2:
+            raise InputError(
+                f"EvoNormS0: needs two values or more in each of its {self.num_groups} groups, to have a variance; got "
+                f"shape {tuple(input.shape)}. Use fewer groups: "
+                f'memnorm.convert(model, "evonorm_s0", num_groups={max(1, self.num_groups // 2)}).'
+            )
+        gated = input * torch.sigmoid(per_channel(self.gate, input) * input)
+        return self._affine(gated, self._inverse_deviation(input)).to(input.dtype)
+
+    def _inverse_deviation(self, x: Tensor) -> Tensor:
+        """1/√(s² + ε) of the group of each channel, (N, C, 1, …)."""
+        groups = x.to(statistics_dtype(x.dtype)).reshape(x.shape[0], self.num_groups, -1)
+        inverse = torch.rsqrt(groups.var(2, correction=0) + self.eps)
+        inverse = inverse.repeat_interleave(self.num_features // self.num_groups, dim=1)
+        return inverse.view(*x.shape[:2], *([1] * (x.dim() - 2)))
+
+
+def surgery(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """The whole layer where ReLU or SiLU follows, in its place where that is safe; elsewhere the affine map."""
+    layers = fresh_layers(model, EvoNormS0)
+    for layer in set(layers) - absorb(model, layers, (nn.ReLU, nn.SiLU)):
+        layer.gate = None
+
+
+ENTRY: dict[str, Any] = {
+    "name": "evonorm_s0",
+    "title": "EvoNorm-S0",
+    "paper": "Liu, Brock, Simonyan and Le, Evolving Normalization-Activation Layers, NeurIPS 2020",
+    "replace": EvoNormS0.replacing,
+    "surgery": surgery,
+}

@@ -1,0 +1,82 @@
+"""Filter Response Normalization with a thresholded linear unit (TLU): no mean is subtracted, no batch is needed.
+
+    ν² = mean of x² over the pixels of one channel of one image
+    y  = γ x/√(ν² + ε) + β          ε = 10⁻⁶, or 10⁻⁶ + |ε'| with ε' learned
+    z  = max(y, τ)                  τ learned per channel, in the place of ReLU's 0
+
+Without centring, a fixed threshold at zero may cut everything or nothing off; so norm and activation go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from memnorm.errors import InputError
+from memnorm.functional import statistics_dtype
+from memnorm.norms.activations import absorb
+from memnorm.norms.batch_free import BatchFreeNorm, check_eps, fresh_layers, per_channel, spatial_count
+
+
+class FilterResponseNorm(BatchFreeNorm):
+    """Filter Response Normalization over (N, C, …) and its TLU; without `threshold` (None) the normalisation alone.
+
+    Args:
+        eps: the constant part of ε.
+        learned_eps: add the absolute value of a learned number to ε, one per layer, at first 0.0001. Needed where maps
+            have a single pixel: there x/√(x² + ε) with a small ε is little more than the sign of x.
+    """
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"eps": 1e-6, "learned_eps": False}
+
+    eps: float
+    learned_eps: bool
+    threshold: nn.Parameter | None
+    added_eps: nn.Parameter | None
+
+    def _add_state(self, device: Any, dtype: Any) -> None:
+        check_eps("FilterResponseNorm", self.eps)
+        added = nn.Parameter(torch.empty((), device=device, dtype=dtype)) if self.learned_eps else None
+        self.threshold = nn.Parameter(torch.empty(self.num_features, device=device, dtype=dtype))
+        self.register_parameter("added_eps", added)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.threshold is not None:
+            nn.init.zeros_(self.threshold)
+        if self.added_eps is not None:
+            nn.init.constant_(self.added_eps, 1e-4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check(input)
+        if self.added_eps is None and spatial_count(input) == 1:
+            raise InputError(
+                f"FilterResponseNorm: of a single value per image and channel (shape {tuple(input.shape)}) only the "
+                'sign would be left. Use memnorm.convert(model, "frn", learned_eps=True), or larger images.'
+            )
+        eps: Any = self.eps if self.added_eps is None else self.eps + self.added_eps.abs()
+        wide = input.to(statistics_dtype(input.dtype))
+        power = wide.square().mean(list(range(2, input.dim())), keepdim=True) if input.dim() > 2 else wide.square()
+        y = self._affine(input, torch.rsqrt(power + eps))
+        return y if self.threshold is None else torch.maximum(y, per_channel(self.threshold, y).to(y.dtype))
+
+
+def surgery(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """The TLU where a ReLU follows, in its place where that is safe; elsewhere the normalisation alone."""
+    layers = fresh_layers(model, FilterResponseNorm)
+    for layer in set(layers) - absorb(model, layers, (nn.ReLU,)):
+        layer.threshold = None
+
+
+ENTRY: dict[str, Any] = {
+    "name": "frn",
+    "title": "Filter Response Normalization with TLU",
+    "paper": "Singh and Krishnan, Filter Response Normalization Layer: Eliminating Batch Dependence in the Training of "
+    "Deep Neural Networks, CVPR 2020",
+    "replace": FilterResponseNorm.replacing,
+    "surgery": surgery,
+    "learning_rate": "as for BN, after a warm-up",
+}

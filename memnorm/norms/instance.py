@@ -1,0 +1,55 @@
+"""Instance normalization: every channel of every image has its own mean and variance.
+
+y = γ (x − μ)/√(σ² + ε) + β      μ, σ² over the pixels of one channel of one image
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from memnorm.errors import InputError
+from memnorm.norms.base import with_affine
+from memnorm.norms.batch_free import spatial_count
+
+
+class InstanceNorm(_InstanceNorm):
+    """Torch's instance norm for inputs (N, C, …) with at least one spatial dimension.
+
+    Torch's own classes take an input that lacks one dimension for a single image: (N, C) would be normalised along the
+    channels, without a word.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        return self._apply_instance_norm(input)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        shape = tuple(input.shape)
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise InputError(
+                f"InstanceNorm: expected input (N, {self.num_features}, …), as many channels as the layer has; got "
+                f"shape {shape}"
+            )
+        if spatial_count(input) < 2:
+            raise InputError(
+                f"InstanceNorm: needs two values per image and channel or more, to have a variance; got shape {shape}. "
+                "Use images large enough that pixels are left here, or a norm that looks across channels: "
+                'memnorm.convert(model, "group") or "layer".'
+            )
+
+
+def replace(layer: _BatchNorm) -> nn.Module:
+    return with_affine(layer, lambda channels: InstanceNorm(channels, eps=layer.eps, affine=layer.affine))
+
+
+ENTRY: dict[str, Any] = {
+    "name": "instance",
+    "title": "Instance Normalization",
+    "paper": "Ulyanov, Vedaldi and Lempitsky, Instance Normalization: The Missing Ingredient for Fast Stylization, "
+    "arXiv 2016",
+    "replace": replace,
+}

@@ -1,0 +1,57 @@
+"""Lagged batch norm (Real NVP, Appendix E): normalise with the moving averages after the current batch has entered.
+
+    μ̃ ← (1 − a)μ̃ + a μ_B      σ̃² ← (1 − a)σ̃² + a σ_B²      y = γ(x − μ̃)/√(σ̃² + ε) + β
+
+The gradient flows through μ_B and σ_B², the past is constant. The averages are debiased: with momentum m, the t-th
+batch has a_t = m/(1 − (1 − m)^t), which makes the average of t batches that of a series begun with nothing. So a_1 = 1,
+the initial (0, 1) never counts, and the first training step is batch norm's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from memnorm.errors import OptionError
+from memnorm.functional import Moments, count_per_channel, normalize_with_memory
+from memnorm.norms.base import RunningNorm, blend
+
+
+class LaggedBatchNorm(RunningNorm):
+    """Batch statistics combined with moving averages in training, moving averages in eval."""
+
+    MIN_VALUES = 2
+
+    def _install(self, **options: Any) -> None:
+        if self.momentum == 0:
+            raise OptionError("lagged_bn: momentum, the weight of the new batch, must be positive, or None; got 0")
+        super()._install(**options)
+
+    def _share(self, batches: Any) -> Tensor | float:
+        share = super()._share(batches)
+        return share if self.momentum is None else share / (1 - (1 - share) ** (self._as_float(batches) + 1))
+
+    def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
+        share = self._share(state.weight)
+        weight = count_per_channel(x) * (1 - share) / share  # next to a batch of n, a memory of n(1 − a)/a is 1 − a
+        memory = Moments(state.mean, state.var, weight)
+        return normalize_with_memory(x, self.weight, self.bias, memory, self.eps, shift=False)
+
+    def _record(self, batch: Moments, state: Moments) -> None:
+        share = self._share(self.num_batches_tracked)
+        self._store(blend(self.running_mean, batch.mean, share), blend(self.running_var, batch.var, share))
+
+
+ENTRY: dict[str, Any] = {
+    "name": "lagged_bn",
+    "title": "Lagged Batch Normalization",
+    "paper": "Dinh, Sohl-Dickstein and Bengio, Density Estimation Using Real NVP, ICLR 2017, Appendix E",
+    "replace": LaggedBatchNorm.replacing,
+    "records": True,
+    "state": "moving averages of mean and variance",
+    "batch_one": False,
+    "keeps_weights": True,
+    "folds": True,
+    "double_forward": "fresher statistics",
+}

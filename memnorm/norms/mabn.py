@@ -1,0 +1,241 @@
+"""Moving Average Batch Normalization: one statistic forward, one backward, each averaged over iterations.
+
+Batch norm's gradient has batch statistics of its own, and in small batches they are the noisier ones. MABN leaves out
+the mean, because centred filters give channels of mean about zero, so that one statistic remains in each direction:
+
+    χ² = mean(x²)                      Ψ = mean(y·∂L/∂y)                        of one batch, per channel
+    χ̄², Ψ̄                              their average over the last `window` iterations
+    χ̂² = (1 − a) χ̂² + a χ²             the moving average of the former: `running_var`
+
+    y = x/√(χ̄² + ε)     z = γ r y + β     r = clip(√((χ̄² + ε)/(χ̂² + ε)), 1/λ, λ), a constant
+    ∂L/∂x = (∂L/∂y − y Ψ̄)/√(χ̄² + ε)       ∂L/∂y = γ r ∂L/∂z
+
+Where r is not clipped this is z = γ x/√(χ̂² + ε) + β, which eval computes too. All averages include the present batch,
+and with momentum m the t-th has a = m/(1 − (1 − m)^t), so that the initial 1 never counts. For the first `warmup`
+iterations χ̄ and Ψ̄ are the batch's own and r is 1. The weights are centred by a parametrization
+of the convolutions and linear layers before a norm: W − mean(W), the mean over each output's own weights.
+
+What a forward writes depends on `recording` when it runs, what a backward writes (Ψ) on `recording` when that runs:
+so Double-Forward, which is for the former, leaves the latter in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils import parametrize
+
+from memnorm.errors import OptionError, is_number
+from memnorm.functional import Moments, batch_moments, count_per_channel, snapshot
+from memnorm.norms.base import blend
+from memnorm.norms.window import WindowedNorm, check_whole, count_up, push
+
+
+class MovingAverageBatchNorm(WindowedNorm):
+    """Moving average batch norm over (N, C, …).
+
+    Args:
+        window: iterations in the averages χ̄ and Ψ̄, the present one included.
+        max_ratio: λ, the limit of the correction r.
+        warmup: iterations that are normalised by their own statistics.
+    """
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"window": 16, "max_ratio": 5.0, "warmup": 100}
+    MOMENTUM: ClassVar[float] = 0.02
+    MEMORY: ClassVar[tuple[str, ...]] = ("memory_square", "memory_product", "memory_steps", "memory_backwards")
+
+    window: int
+    max_ratio: float
+    warmup: int
+    memory_square: Tensor  # χ² of the batches before this one
+    memory_product: Tensor  # Ψ of the backwards before this one
+    memory_steps: Tensor
+    memory_backwards: Tensor
+
+    def _install(self, **options: Any) -> None:
+        super()._install(**options)
+        if self.momentum == 0:
+            raise OptionError("mabn: momentum, the weight of the new batch, must be positive, or None; got 0")
+        self.window, self.warmup = check_whole("window", self.window, 1), check_whole("warmup", self.warmup, 0)
+        if not is_number(self.max_ratio) or self.max_ratio < 1:
+            raise OptionError(f"max_ratio must be a number, at least 1; got {self.max_ratio!r}")
+        if self.running_mean is not None:
+            self.running_mean = torch.zeros_like(self.running_mean)  # not in place: the layer replaced may live on
+        self._remember("memory_square", self.window - 1, self.num_features)
+        self._remember("memory_product", self.window - 1, self.num_features)
+        self._remember("memory_steps", dtype=torch.long)
+        self._remember("memory_backwards", dtype=torch.long)
+
+    def _read(self) -> Moments:
+        """The sum of the remembered χ², the moving average of it; the iterations since the start of the memory, and of
+        the moving average.
+        """
+        counts = torch.stack([self.memory_steps, self.num_batches_tracked])
+        return Moments(self.memory_square.sum(0), snapshot(self.running_var), counts)
+
+    def _share(self, batches: Tensor) -> Tensor | float:
+        share = super()._share(batches)
+        return share if self.momentum is None else share / (1 - (1 - share) ** (self._as_float(batches) + 1))
+
+    def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
+        batch = batch_moments(x.detach())
+        square = _square(batch)
+        average, ratio, settled = self._averages(square, state)
+        y: Tensor = _Normalize.apply(x, self.weight, self.bias, average, ratio, settled, self)
+        return y, batch
+
+    def _averages(self, square: Tensor, state: Moments) -> tuple[Tensor, Tensor, Tensor]:
+        """χ̄², r, and whether the warm-up is over. With `momentum=None` torch's tools collect statistics over batches
+        that are each normalised on their own, and so do we.
+        """
+        steps, batches = torch.as_tensor(state.weight).unbind()
+        settled = steps >= self.warmup
+        if self.momentum is None:
+            return square, torch.ones_like(square), torch.zeros_like(settled)
+        filled = steps.clamp(max=self.window - 1)
+        average = torch.where(settled, (square + state.mean.to(square.dtype)) / (1 + filled), square)
+        moving = blend(state.var, square, self._share(batches))
+        ratio = torch.sqrt((average + self.eps) / (moving + self.eps)).clamp(1 / self.max_ratio, self.max_ratio)
+        return average, torch.where(settled, ratio, torch.ones_like(ratio)), settled
+
+    def _record(self, batch: Moments, state: Moments) -> None:
+        square = _square(batch)
+        finite = square.isfinite().all()
+        self._write(torch.zeros_like(square), square)
+        push(self.memory_square, square, finite)
+        count_up(self.memory_steps, finite, max(self.window - 1, self.warmup))
+
+    def _average_product(self, product: Tensor, settled: Tensor) -> Tensor:
+        """Ψ̄ for the backward of a batch, which is recorded."""
+        total = product + self.memory_product.sum(0).to(product.dtype)
+        average = torch.where(settled, total / (1 + self.memory_backwards), product)
+        if self.recording:
+            finite = product.isfinite().all()
+            push(self.memory_product, product, finite)
+            count_up(self.memory_backwards, finite, self.window - 1)
+        return average
+
+    def running_from(self, moments: Moments) -> Moments:
+        """The running statistics for a population of these moments: mean zero, and the second moment."""
+        return Moments(torch.zeros_like(moments.mean), _square(moments), moments.weight)
+
+    def _from_plain(self, state_dict: Any, prefix: str) -> None:
+        super()._from_plain(state_dict, prefix)
+        state_dict[prefix + "running_mean"] = torch.zeros_like(state_dict[prefix + "running_mean"])
+
+
+def _square(batch: Moments) -> Tensor:
+    return batch.var + batch.mean.square()
+
+
+class _Normalize(torch.autograd.Function):
+    """The layer as one node. Its backward is not the derivative of its forward: Ψ̄ stands where Ψ would."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, average, ratio, settled, layer):
+        ctx.save_for_backward(x, weight, average, ratio, settled)
+        ctx.layer, ctx.bias_dtype = layer, None if bias is None else bias.dtype
+        scale = ratio if weight is None else ratio * weight.to(ratio.dtype)
+        shift = None if bias is None else bias.to(ratio.dtype)
+        return F.batch_norm(x, torch.zeros_like(average), average, scale, shift, False, 0.0, layer.eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, average, ratio, settled = ctx.saved_tensors
+        layer = ctx.layer
+        scale = ratio if weight is None else ratio * weight.to(ratio.dtype)
+        through, grad_scale, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grad, x, scale, torch.zeros_like(average), average, None, None, False, layer.eps, [True, True, True]
+        )
+        product = layer._average_product(scale * grad_scale / count_per_channel(x), settled)
+        pull = (product / (average + layer.eps)).view(1, -1, *[1] * (x.dim() - 2))
+        grad_x = (through - x * pull).to(x.dtype)
+        grad_weight = None if weight is None else (ratio * grad_scale).to(weight.dtype)
+        grad_bias = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+class Centred(nn.Module):
+    """Parametrization of a weight: every output's own weights have mean zero."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.groups = int(getattr(layer, "groups", 1)) if isinstance(layer, _ConvTransposeNd) else 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if not self.groups:
+            return weight - weight.mean(list(range(1, weight.dim())), keepdim=True)
+        grouped = weight.unflatten(0, (self.groups, -1))  # a transposed convolution has its inputs first
+        return (grouped - grouped.mean([1, *range(3, grouped.dim())], keepdim=True)).flatten(0, 1)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+def centre_weights(model: nn.Module, _options: Mapping[str, Any] | None = None) -> None:
+    """Centre the weights of every convolution and linear layer that a moving average batch norm of as many channels
+    follows in the order in which the model registers its layers; so a classifier is left as it is.
+
+    The parameter stays the same object, under the name torch gives it (`parametrizations.weight.original`);
+    checkpoints of the model without centring load as well.
+    """
+    free: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, (_ConvNd, nn.Linear)):
+            free.append(module)
+        elif isinstance(module, MovingAverageBatchNorm):
+            before = [layer for layer in free if _outputs(layer) == module.num_features]
+            if before:
+                free.remove(before[-1])
+                _centre(before[-1])
+
+
+def settle_weights(model: nn.Module) -> None:
+    """Undo `centre_weights`: the centred weights become ordinary parameters."""
+    for module in model.modules():
+        if _is_centred(module):
+            parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+
+
+def _outputs(layer: nn.Module) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels  # type: ignore[return-value]
+
+
+def _centre(layer: Any) -> None:
+    if _is_centred(layer) or layer.weight.numel() == _outputs(layer):  # one weight per output: nothing would be left
+        return
+    parametrize.register_parametrization(layer, "weight", Centred(layer))
+    layer._register_load_state_dict_pre_hook(_accept_plain_weight)
+
+
+def _is_centred(layer: nn.Module) -> bool:
+    if not parametrize.is_parametrized(layer, "weight"):
+        return False
+    return any(isinstance(one, Centred) for one in layer.parametrizations["weight"])  # type: ignore[index]
+
+
+def _accept_plain_weight(state_dict: Any, prefix: str, *_args: Any) -> None:
+    ours, plain = f"{prefix}parametrizations.weight.original", f"{prefix}weight"
+    if plain in state_dict and not any(name.startswith(ours) for name in state_dict):
+        state_dict[ours] = state_dict.pop(plain)
+
+
+ENTRY: dict[str, Any] = {
+    "name": "mabn",
+    "title": "Moving Average Batch Normalization",
+    "paper": "Yan et al., Towards Stabilizing Batch Statistics in Backward Propagation of Batch Normalization, "
+    "ICLR 2020",
+    "replace": MovingAverageBatchNorm.replacing,
+    "records": True,
+    "state": "second moments and gradient statistics of the last m batches, a moving average of the former",
+    "folds": True,
+    "double_forward": "fresher statistics",
+    "surgery": centre_weights,
+}

@@ -1,0 +1,114 @@
+"""Momentum Batch Normalization: a small batch's moments averaged with past ones, so that they are as noisy as those of
+a batch of the ideal size m₀.
+
+    μ ← λμ + (1 − λ)μ_B      σ² ← λσ² + (1 − λ)σ_B²      y = γ(x − μ)/√(σ² + ε) + β
+    λ = ρ^(T/(T − 1)·max(T − t, 0)) − ρ^T,  ρ = min(m/m₀, 1)^(1/T)      at step t of T, with m images in the batch
+    inference:  running ← τ running + (1 − τ)(μ_B, σ_B²),  τ = τ₀^(m/m₀)
+
+λ rises from 0, batch norm's noise, to 1 − m/m₀. The gradient flows through μ_B and σ_B². Training and inference have
+averages of their own, `momentum_mean` and `momentum_var` beside `running_mean` and `running_var`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from memnorm.errors import OptionError, is_number
+from memnorm.functional import Moments, count_per_channel, normalize_with_memory, snapshot
+from memnorm.norms.base import RunningNorm, blend
+from memnorm.norms.brn import check_total_steps
+
+AVERAGES = {"momentum_mean": "running_mean", "momentum_var": "running_var"}
+
+
+class MomentumBatchNorm(RunningNorm):
+    """Momentum Batch Normalization over (N, C, …); the batch size is that of each input.
+
+    Args:
+        ideal_batch_size: m₀; a batch as large or larger is batch norm's in training.
+        total_steps: T, the steps of the training; None: λ has its final value from the start, and the first batches
+            are averaged evenly.
+        momentum: 1 − τ₀, the weight of a batch of the ideal size in the running statistics.
+    """
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"ideal_batch_size": 32, "total_steps": None}
+    MIN_VALUES = 2
+
+    ideal_batch_size: float
+    total_steps: int | None
+    momentum_mean: Any
+    momentum_var: Any
+
+    def _install(self, **options: Any) -> None:
+        ideal = options["ideal_batch_size"]
+        if not is_number(ideal) or not ideal >= 1:
+            raise OptionError(f"momentum_bn: ideal_batch_size must be a number of images, at least 1; got {ideal!r}")
+        check_total_steps("momentum_bn", options["total_steps"])
+        super()._install(**options)
+        for name, source in AVERAGES.items():
+            buffer = getattr(self, source)
+            self.register_buffer(name, None if buffer is None else buffer.clone())
+
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        for name, source in AVERAGES.items():
+            if self._buffers.get(name) is not None:
+                self.get_buffer(name).copy_(self.get_buffer(source))
+
+    def past_share(self, batch_size: int, batches: Any = None) -> Tensor:
+        """λ for a batch of this size after so many recorded batches, those of the layer by default."""
+        batches = self._as_float(self.num_batches_tracked if batches is None else batches)
+        ratio = min(batch_size / self.ideal_batch_size, 1.0)
+        if self.total_steps is None:
+            return (batches / (batches + 1)).clamp(max=1 - ratio)
+        # The equation above with t = batches + 1.
+        left = (self.total_steps - 1 - batches).clamp(min=0) / max(self.total_steps - 1, 1)
+        return ratio**left - ratio
+
+    def _read(self) -> Moments:
+        return Moments(snapshot(self.momentum_mean), snapshot(self.momentum_var), snapshot(self.num_batches_tracked))
+
+    def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
+        """The output, and the batch's moments, their weight the number of images."""
+        past = self.past_share(x.shape[0], state.weight)
+        memory = Moments(state.mean, state.var, count_per_channel(x) * past / (1 - past))
+        y, batch = normalize_with_memory(x, self.weight, self.bias, memory, self.eps, shift=False)
+        return y, Moments(batch.mean, batch.var, x.shape[0])
+
+    def _record(self, batch: Moments, state: Moments) -> None:
+        size = int(batch.weight)
+        now = 1 - self.past_share(size)
+        for buffer, value in ((self.momentum_mean, batch.mean), (self.momentum_var, batch.var)):
+            finite = (batch.mean.isfinite() & batch.var.isfinite()).all()
+            buffer.copy_(torch.where(finite, blend(buffer, value, now).to(buffer.dtype), buffer))
+        share = self._share(self.num_batches_tracked)
+        if self.momentum is not None:
+            share = 1 - (1 - share) ** (size / self.ideal_batch_size)
+        self._store(blend(self.running_mean, batch.mean, share), blend(self.running_var, batch.var, share))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """A plain batch norm's checkpoint has one pair of averages: both of ours begin with it."""
+        for name, source in AVERAGES.items():
+            if prefix + source in state_dict and self._buffers.get(name) is not None:
+                state_dict.setdefault(prefix + name, state_dict[prefix + source].clone())
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+ENTRY: dict[str, Any] = {
+    "name": "momentum_bn",
+    "title": "Momentum Batch Normalization",
+    "paper": "Yong, Huang, Meng, Hua and Zhang, Momentum Batch Normalization for Deep Learning with Small Batch Size, "
+    "ECCV 2020",
+    "replace": MomentumBatchNorm.replacing,
+    "records": True,
+    "state": "moving averages of mean and variance, one pair for training and one for inference",
+    "batch_one": False,
+    "keeps_weights": True,
+    "folds": True,
+    "double_forward": "fresher statistics",
+    "learning_rate": "0.1 · batch size / 64",
+    "scales_with_run": True,
+}

@@ -1,0 +1,41 @@
+"""Moving averages alone: training normalises as eval does, and only the statistics follow the batches.
+
+    y = γ(x − μ)/√(σ² + ε) + β,  dx = γ/√(σ² + ε) · g          then μ, σ² ← moving averages, as in torch
+
+The batch's own statistics are neither in the output nor in the gradient, so nothing keeps a step from changing the
+scale of the layer, and the statistics follow afterwards: the example of what may blow up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from memnorm.functional import Moments, batch_moments
+from memnorm.norms.base import RunningNorm
+
+
+class MovingBatchNorm(RunningNorm):
+    """Batch norm that uses its running statistics in training too; the first batch meets the initial (0, 1)."""
+
+    MIN_VALUES = 2
+
+    def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
+        y = F.batch_norm(x, state.mean, state.var, self.weight, self.bias, False, 0.0, self.eps)
+        return y, batch_moments(x.detach())
+
+
+ENTRY: dict[str, Any] = {
+    "name": "moving_bn",
+    "title": "Moving averages alone",
+    "paper": "as an example of what fails: Ioffe, Batch Renormalization, NeurIPS 2017",
+    "replace": MovingBatchNorm.replacing,
+    "records": True,
+    "state": "moving averages of mean and variance",
+    "batch_one": False,
+    "keeps_weights": True,
+    "folds": True,
+    "double_forward": "fresher statistics",
+}

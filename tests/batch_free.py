@@ -1,0 +1,75 @@
+"""For the tests of norms without batch statistics: conversion by entry, and training a layer beside a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from support import leaf, randn
+from torch import Tensor, nn
+
+import memnorm
+from memnorm import norms
+
+SHAPES = [(4, 6, 5), (3, 6, 4, 3), (2, 6, 2, 3, 2)]
+
+
+@contextmanager
+def registered(entry: dict[str, Any]):
+    """The norm in the registry, whether or not the package has it there already."""
+    before = dict(norms._REGISTRY)
+    norms._REGISTRY[entry["name"]] = norms.Norm(**entry)
+    try:
+        yield
+    finally:
+        norms._REGISTRY.clear()
+        norms._REGISTRY.update(before)
+
+
+def convert(model: nn.Module, entry: dict[str, Any], **options: Any) -> Any:
+    with registered(entry):
+        return memnorm.convert(model, entry["name"], **options)
+
+
+def random_batch_norm(shape: Any, *, seed: int = 7, **options: Any) -> Any:
+    """A batch norm in float64 for inputs of this shape, with random γ and β."""
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)]
+    layer = kind(shape[1], dtype=torch.float64, **options)
+    with torch.no_grad():
+        for index, parameter in enumerate(layer.parameters()):
+            parameter.copy_(1 - index + 0.3 * randn(shape[1], seed=seed + index))
+    return layer
+
+
+def assert_trains_like(
+    layer: nn.Module,
+    reference: Callable[..., Tensor],
+    shape: Any,
+    *,
+    steps: int = 20,
+    atol: float = 1e-10,
+) -> None:
+    """`layer` and `reference(x, **parameters)` trained side by side by gradient descent: equal outputs, gradients of
+    inputs and parameters, and parameters, at every step.
+    """
+    own = dict(layer.named_parameters())
+    twin = {name: value.detach().clone().requires_grad_() for name, value in own.items()}
+    for step in range(steps):
+        x, x_twin = leaf(shape, seed=step), leaf(shape, seed=step)
+        y, y_twin = layer(x), reference(x_twin, **twin)
+        torch.testing.assert_close(y, y_twin, rtol=0, atol=atol)
+        probe = randn(*y.shape, seed=1000 + step)
+        grads = torch.autograd.grad((y * probe).sum(), [x, *own.values()])
+        grads_twin = torch.autograd.grad((y_twin * probe).sum(), [x_twin, *twin.values()])
+        for mine, theirs in zip(grads, grads_twin, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=atol * max(1.0, float(theirs.abs().max())))
+        with torch.no_grad():
+            for parameters, gradients in ((own, grads), (twin, grads_twin)):
+                for parameter, gradient in zip(parameters.values(), gradients[1:], strict=True):
+                    parameter -= 0.01 * gradient
+
+
+def per_channel(values: Tensor, x: Tensor) -> Tensor:
+    return values.reshape([1, -1] + [1] * (x.dim() - 2))

@@ -1,0 +1,284 @@
+"""What holds for every norm without batch statistics, in the place of a batch norm."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from batch_free import SHAPES, convert, random_batch_norm
+from support import assert_same_state, images, labels, leaf, small_net
+from torch import nn
+
+import memnorm
+from memnorm.errors import DTypeError, InputError, NothingToRecord, OptionError
+from memnorm.norms import evonorm_s0, frn, group, instance, layer, normprop, weight_norm
+from memnorm.norms.batch_free import BatchFreeNorm, choose_groups
+
+PER_IMAGE = [group, layer, instance, frn, evonorm_s0]
+OWN = [frn, evonorm_s0, normprop, weight_norm]
+ALL = [*PER_IMAGE, normprop, weight_norm]
+
+
+def named(modules):
+    return pytest.mark.parametrize("norm", modules, ids=lambda one: one.ENTRY["name"])
+
+
+def replaced(norm, bn, **options):
+    return norm.ENTRY["replace"](bn, **options)
+
+
+@named(ALL)
+def test_batch_norms_parameters_stay_the_same_objects(norm):
+    bn = random_batch_norm((2, 6, 3, 3))
+    new = replaced(norm, bn)
+    assert new.weight is bn.weight
+    assert new.bias is bn.bias
+
+
+@named(ALL)
+def test_mode_and_dtype_are_the_batch_norms(norm):
+    new = replaced(norm, random_batch_norm((2, 6, 3, 3)).eval())
+    assert not new.training
+    assert {value.dtype for value in new.parameters()} == {torch.float64}
+
+
+@named(PER_IMAGE)
+def test_a_batch_norm_without_affine_map_gets_a_norm_without(norm):
+    x = leaf((2, 6, 3, 3), seed=0)
+    bare = replaced(norm, nn.BatchNorm2d(6, affine=False, dtype=torch.float64))
+    full = replaced(norm, nn.BatchNorm2d(6, dtype=torch.float64))
+    assert bare.weight is None
+    assert bare.bias is None
+    torch.testing.assert_close(bare.double()(x), full(x), rtol=0, atol=1e-12)
+
+
+@named(PER_IMAGE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_image_depends_on_the_others(norm, shape):
+    new = replaced(norm, random_batch_norm(shape))
+    x = leaf(shape, seed=0).detach()
+    apart = torch.cat([new(one) for one in x.split(1)])
+    torch.testing.assert_close(new(x), apart, rtol=0, atol=1e-12)
+
+
+@named(ALL)
+def test_eval_computes_what_training_does(norm):
+    new = replaced(norm, random_batch_norm((2, 6, 3, 3)))
+    x = leaf((2, 6, 3, 3), seed=0)
+    new(x)
+    torch.testing.assert_close(new.eval()(x), new.train()(x), rtol=0, atol=0)
+
+
+@named(ALL)
+@pytest.mark.parametrize("shape", [(2, 4, 2), (1, 4, 2, 1, 2)], ids=str)
+def test_first_and_second_derivatives_pass_gradcheck(norm, shape):
+    new = replaced(norm, random_batch_norm(shape))
+    x = leaf(shape, seed=0)
+    new(x)
+    names = [name for name, _ in new.named_parameters()]
+
+    def run(x, *parameters):
+        return torch.func.functional_call(new, dict(zip(names, parameters, strict=True)), (x,))
+
+    inputs = (x, *(value.detach().clone().requires_grad_() for value in new.parameters()))
+    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradgradcheck(run, inputs)
+
+
+@named(ALL)
+def test_channels_last_computes_the_same_and_stays(norm):
+    new = replaced(norm, random_batch_norm((2, 6, 4, 3)))
+    x = leaf((2, 6, 4, 3), seed=0).detach()
+    plain = new(x)
+    y = new(x.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(y, plain, rtol=0, atol=1e-12)
+    if norm is not instance:  # torch's own instance norm returns another layout
+        assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@named(OWN)
+def test_narrow_input_keeps_its_dtype_and_nearly_its_result(norm):
+    new = replaced(norm, random_batch_norm((4, 6, 5, 5))).float()
+    x = leaf((4, 6, 5, 5), seed=0, dtype=torch.float32)
+    expected = new(x)
+    y = new(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), expected, rtol=0.03, atol=0.05)
+
+
+@named(ALL)
+def test_a_model_trains_under_autocast(norm):
+    net = convert(small_net(), norm.ENTRY)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.cross_entropy(net(images(4, seed=0)), labels(4, seed=0))
+    loss.backward()
+    for name, value in net.named_parameters():
+        assert not value.requires_grad or value.grad.isfinite().all(), name
+
+
+@named(ALL)
+def test_a_model_comes_back_from_its_checkpoint(norm):
+    net, other = convert(small_net(seed=0), norm.ENTRY), convert(small_net(seed=1), norm.ENTRY)
+    step(net)
+    other.load_state_dict(net.state_dict())
+    assert_same_state(net, other)
+    x = images(4, seed=5)
+    torch.testing.assert_close(other(x), net(x), rtol=0, atol=0)
+
+
+@named(ALL)
+def test_a_copy_trains_apart_from_the_original(norm):
+    net = convert(small_net(), norm.ENTRY)
+    step(net)
+    twin = copy.deepcopy(net)
+    before = copy.deepcopy(net.state_dict())
+    step(twin)
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    step(net)
+    assert_same_state(net, twin)
+
+
+@named([norm for norm in ALL if norm is not weight_norm])  # torch does not pickle parametrized layers
+def test_a_model_survives_pickling(norm):
+    net = convert(small_net(), norm.ENTRY)
+    again = pickle.loads(pickle.dumps(net))
+    x = images(2, seed=0)
+    torch.testing.assert_close(again(x), net(x), rtol=0, atol=0)
+
+
+@named(ALL)
+def test_an_optimizer_lowers_the_loss(norm):
+    net = convert(small_net(), norm.ENTRY)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    losses = [step(net, optimizer) for _ in range(30)]
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+
+@named(ALL)
+def test_there_is_nothing_to_record(norm):
+    net = convert(small_net(), norm.ENTRY)
+    with pytest.raises(NothingToRecord):
+        memnorm.rerecord(net, images(2, seed=0))
+    assert not norm.ENTRY.get("records", False)
+
+
+@named(ALL)
+def test_a_state_on_meta_can_be_made_real(norm):
+    with torch.device("meta"):
+        new = replaced(norm, nn.BatchNorm2d(6))
+    new = new.to_empty(device="cpu")
+    new.reset_parameters()
+    torch.testing.assert_close(new.weight, torch.ones(6), rtol=0, atol=0)
+    torch.testing.assert_close(new.bias, torch.zeros(6), rtol=0, atol=0)
+
+
+@named(OWN)
+def test_a_wrong_number_of_channels_is_an_error(norm):
+    new = replaced(norm, random_batch_norm((2, 6, 3, 3)))
+    with pytest.raises(InputError, match=r"\(N, 6, …\).*\(2, 5, 3, 3\)"):
+        new(leaf((2, 5, 3, 3), seed=0))
+
+
+@named(OWN)
+def test_integers_are_an_error(norm):
+    with pytest.raises(DTypeError, match="int64"):
+        replaced(norm, random_batch_norm((2, 6, 3, 3)))(torch.zeros(2, 6, 3, 3, dtype=torch.int64))
+
+
+@named(OWN)
+def test_an_unknown_option_is_named(norm):
+    with pytest.raises(OptionError, match=r"momentum.*options are"):
+        replaced(norm, random_batch_norm((2, 6, 3, 3)), momentum=0.1)
+
+
+@named([frn, evonorm_s0])
+@pytest.mark.parametrize("eps", [0, -1e-6, "small", None, True, float("nan")])
+def test_eps_must_be_positive(norm, eps):
+    with pytest.raises(OptionError, match="eps must be a positive number"):
+        replaced(norm, random_batch_norm((2, 6, 3, 3)), eps=eps)
+
+
+@named(OWN)
+def test_options_show_in_the_representation(norm):
+    text = repr(replaced(norm, random_batch_norm((2, 6, 3, 3))))
+    assert "(6, " in text
+    for option in norm.ENTRY["replace"].__self__.OPTIONS:
+        assert f"{option}=" in text
+
+
+@pytest.mark.parametrize(
+    ("channels", "wish", "groups"),
+    [
+        (64, None, 32),
+        (256, None, 32),
+        (32, None, 16),
+        (16, None, 8),
+        (10, None, 5),
+        (48, None, 24),
+        (3, None, 1),
+        (1, None, 1),
+        (7, None, 1),
+        (96, 32, 32),
+        (48, 32, 24),
+        (32, 32, 32),
+        (10, 4, 2),
+        (10, 100, 10),
+        (7, 3, 1),
+        (12, 1, 1),
+    ],
+)
+def test_groups_divide_the_channels_and_have_two_of_them_unless_told(channels, wish, groups):
+    assert choose_groups(channels, wish) == groups
+
+
+@pytest.mark.parametrize("wish", [0, -1, 2.0, "all", True])
+def test_a_number_of_groups_that_is_none_is_an_error(wish):
+    with pytest.raises(OptionError, match="num_groups must be a whole number"):
+        choose_groups(64, wish)
+
+
+@named(ALL)
+def test_a_second_conversion_leaves_the_layers_of_the_first_alone(norm):
+    first = convert(small_net(seed=1), norm.ENTRY)
+    before = [(name, type(one), len(list(one.parameters(recurse=False)))) for name, one in first.named_modules()]
+    both = nn.Sequential(first, nn.Unflatten(1, (5, 1)), nn.Conv1d(5, 4, 1), nn.BatchNorm1d(4))
+    if norm is instance:
+        both[1] = nn.Unflatten(1, (1, 5))
+        both[2] = nn.Conv1d(1, 4, 1)
+    convert(both, norm.ENTRY)
+    after = [(name, type(one), len(list(one.parameters(recurse=False)))) for name, one in first.named_modules()]
+    assert after == before
+
+
+def test_a_layer_with_its_own_activation_keeps_what_follows():
+    class BatchNormAct2d(nn.BatchNorm2d):
+        def __init__(self, channels):
+            super().__init__(channels)
+            self.drop, self.act = nn.Identity(), nn.ReLU()
+
+        def forward(self, x):
+            return self.act(self.drop(super().forward(x)))
+
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4))
+    convert(net, group.ENTRY)
+    assert isinstance(net[1], nn.Sequential)
+    assert isinstance(net[1][2], nn.ReLU)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4))
+    convert(net, frn.ENTRY)
+    assert isinstance(net[1][2], nn.Identity)
+    assert net[1][0].threshold is not None
+
+
+def test_the_base_has_no_options_of_its_own():
+    assert BatchFreeNorm(3).OPTIONS == {}
+    assert [name for name, _ in BatchFreeNorm(3, affine=False).named_parameters()] == []
+
+
+def step(net, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.05)
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(net(images(8, seed=0)), labels(8, seed=0))
+    loss.backward()
+    optimizer.step()
+    return loss.item()

@@ -1,0 +1,101 @@
+"""Torch's batch norm with a recording switch: torch's own numbers to the last bit, and nothing written while off."""
+
+import copy
+
+import pytest
+import torch
+from converting import VARIANTS, assert_bitwise, train_step
+from runningkit import ENTRIES, built, drifting, follow, gradients, moments, net_with, per_channel
+from support import LAYERS, SHAPES, assert_same_state, images, randomize, small_net
+from torch import nn
+
+import memnorm
+
+
+class Literal:
+    """Ioffe and Szegedy's Algorithm 1 and the moving averages torch keeps of it."""
+
+    def __init__(self, momentum, eps=1e-5):
+        self.mean, self.var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+        self.momentum, self.eps, self.steps = momentum, eps, 0
+
+    def __call__(self, x, gamma, beta):
+        mean, var, count = moments(x)
+        self.steps += 1
+        momentum = 1 / self.steps if self.momentum is None else self.momentum
+        self.mean = (1 - momentum) * self.mean + momentum * mean.detach()
+        self.var = (1 - momentum) * self.var + momentum * var.detach() * count / (count - 1)
+        x_hat = (x - per_channel(mean, x)) / per_channel((var + self.eps).sqrt(), x)
+        return x_hat * per_channel(gamma, x) + per_channel(beta, x)
+
+    def state(self):
+        return {"running_mean": self.mean, "running_var": self.var, "num_batches_tracked": self.steps}
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+def test_a_trajectory_is_the_papers(momentum):
+    follow(built("bn", momentum=momentum), Literal(momentum))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [*VARIANTS.values(), {"momentum": 0.0}], ids=[*VARIANTS, "momentum=0"])
+def test_a_trajectory_is_torchs_to_the_last_bit(options, dtype):
+    torchs = nn.BatchNorm2d(3, dtype=dtype, **options)
+    randomize(torchs, seed=100)
+    ours = ENTRIES["bn"]["replace"](copy.deepcopy(torchs))
+    for step in range(20):
+        x = drifting((4, 3, 2, 5), step).detach().to(dtype).requires_grad_()
+        results = [gradients(layer, x, layer.parameters()) for layer in (ours, torchs)]
+        for mine, theirs in zip(*results, strict=True):
+            assert_bitwise(mine, theirs)
+        assert_same_state(ours, torchs)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_rank_is_torchs_to_the_last_bit(shape):
+    torchs = LAYERS[len(shape)][1](3, dtype=torch.float64)
+    ours = ENTRIES["bn"]["replace"](copy.deepcopy(torchs))
+    assert_bitwise(ours(drifting(shape, 1)), torchs(drifting(shape, 1)))
+    assert_same_state(ours, torchs)
+
+
+def test_one_value_per_channel_is_torchs_error():
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        built("bn", rank=2)(drifting((1, 3), 0))
+
+
+def test_double_forward_records_the_moments_of_the_weights_after_the_step():
+    """BN-2: the statistics are those of one forward of a plain twin that carries the new weights."""
+    model = net_with("bn")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    memnorm.double_forward(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    train_step(model, optimizer, seed=0)
+    twin = small_net()
+    twin.load_state_dict(before)
+    twin.load_state_dict(
+        {name: value for name, value in model.state_dict().items() if _is_parameter(name)}, strict=False
+    )
+    twin(images(6, seed=0))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-6, atol=1e-7)
+    plain = small_net()
+    plain(images(6, seed=0))
+    assert not torch.allclose(plain[4].running_mean, model[4].running_mean, atol=1e-3)
+
+
+def test_bn_2_trains_with_the_gradients_of_bn_1():
+    """Batch norm's training forward does not read its statistics: only they differ."""
+    nets = [net_with("bn"), small_net()]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    memnorm.double_forward(nets[0], optimizers[0])
+    for step in range(4):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            train_step(net, optimizer, seed=step)
+    for ours, theirs in zip(*(net.parameters() for net in nets), strict=True):
+        assert_bitwise(ours, theirs)
+    assert int(nets[0][1].num_batches_tracked) == int(nets[1][1].num_batches_tracked) == 4
+
+
+def _is_parameter(name):
+    return name.endswith(("weight", "bias"))

@@ -1,0 +1,195 @@
+"""Batch Renormalization against its paper's Algorithm 1, and its relaxation."""
+
+import copy
+
+import pytest
+import torch
+from converting import train_step
+from runningkit import ENTRIES, built, drifting, follow, moments, net_with, per_channel
+from support import SHAPES, assert_same_output_and_gradients, images, leaf, randomize
+from torch import nn
+
+import memnorm
+from memnorm.errors import OptionError
+from memnorm.norms.brn import BatchRenorm
+
+
+class Literal:
+    """Algorithm 1 of the paper: r and d are constants for the gradient, and sigma itself is averaged."""
+
+    def __init__(self, alpha, limits, eps=1e-5):
+        self.mu = torch.zeros(3, dtype=torch.float64)
+        self.sigma = torch.full((3,), 1 + eps, dtype=torch.float64).sqrt()
+        self.alpha, self.limits, self.eps, self.steps = alpha, limits, eps, 0
+
+    def __call__(self, x, gamma, beta):
+        mu_b, var_b, _ = moments(x)
+        sigma_b = (var_b + self.eps).sqrt()
+        r_max, d_max = self.limits(self.steps)
+        r = torch.clip(sigma_b.detach() / self.sigma, 1 / r_max, r_max)
+        d = torch.clip((mu_b.detach() - self.mu) / self.sigma, -d_max, d_max)
+        x_hat = (x - per_channel(mu_b, x)) / per_channel(sigma_b, x) * per_channel(r, x) + per_channel(d, x)
+        self.steps += 1
+        alpha = 1 / self.steps if self.alpha is None else self.alpha
+        self.mu = self.mu + alpha * (mu_b.detach() - self.mu)
+        self.sigma = self.sigma + alpha * (sigma_b.detach() - self.sigma)
+        return per_channel(gamma, x) * x_hat + per_channel(beta, x)
+
+    def state(self):
+        return {
+            "running_mean": self.mu,
+            "running_var": self.sigma.square() - self.eps,
+            "num_batches_tracked": self.steps,
+        }
+
+
+def published(step, r_max=3.0, d_max=5.0):
+    """Batch norm for 5,000 steps, then evenly up to r_max at 40,000 and d_max at 25,000."""
+    r = 1 + (r_max - 1) * min(max((step - 5_000) / 35_000, 0), 1)
+    return r, d_max * min(max((step - 5_000) / 20_000, 0), 1)
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.2, None])
+def test_a_trajectory_is_the_papers_while_the_limits_are_relaxed(alpha):
+    def scaled(step):
+        return published(step * 130_000 / 60)
+
+    follow(built("brn", momentum=alpha, total_steps=60), Literal(alpha, scaled), steps=30)
+
+
+def test_a_trajectory_is_the_papers_with_limits_that_bind():
+    layer = built("brn", momentum=0.3, total_steps=1, r_max=1.1, d_max=0.2)
+    reference = Literal(0.3, lambda step: published(130_000 * step, 1.1, 0.2))
+    follow(layer, reference, steps=20)
+    layer.weight.data.fill_(1), layer.bias.data.fill_(0)
+    y = layer(drifting((8, 3, 4, 3), 40) * 5)
+    assert (y.mean([0, 2, 3]) - 0.2).abs().max() < 1e-12  # d at its limit in every channel
+
+
+def test_a_trajectory_is_the_papers_with_a_large_epsilon():
+    """Every sigma has epsilon under its root, the moving one too."""
+    layer = built("brn", momentum=0.3, total_steps=10, plain={"eps": 0.5})
+    follow(layer, Literal(0.3, lambda step: published(13_000 * step), eps=0.5), steps=20)
+
+
+def test_eval_is_the_papers_inference():
+    layer, reference = built("brn", momentum=0.2), Literal(0.2, published)
+    follow(layer, reference, steps=5)
+    x = leaf((4, 3, 2, 2), seed=9)
+    expected = (x - per_channel(reference.mu, x)) / per_channel(reference.sigma, x)
+    expected = per_channel(layer.weight, x) * expected + per_channel(layer.bias, x)
+    torch.testing.assert_close(layer.eval()(x), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+def test_limits_of_one_and_zero_are_batch_norm(shape, affine):
+    ours = built("brn", rank=len(shape), r_max=1.0, d_max=0.0, total_steps=1, plain={"affine": affine})
+    torchs = memnorm.to_batchnorm(copy.deepcopy(ours))
+    for step in range(3):
+        assert_same_output_and_gradients(ours, torchs, drifting(shape, step), atol=1e-12)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_fully_relaxed_the_training_output_is_evals(affine):
+    """Where nothing is clipped, r and d turn the batch's normalisation into the moving averages'."""
+    layer = built("brn", total_steps=1, r_max=1e6, d_max=1e6, plain={"affine": affine})
+    for step in range(3):
+        layer(drifting((8, 3, 4), step))
+    x = drifting((8, 3, 4), 5)
+    with memnorm.recording(layer, False):
+        torch.testing.assert_close(layer(x), copy.deepcopy(layer).eval()(x), rtol=1e-9, atol=1e-9)
+
+
+LIMITS = {0: (1, 0), 4_999: (1, 0), 15_000: (1 + 2 * 10 / 35, 2.5), 25_000: (1 + 2 * 20 / 35, 5), 40_000: (3, 5)}
+
+
+@pytest.mark.parametrize("step", [*LIMITS, 10_000_000])
+def test_the_published_steps_are_the_default(step):
+    r_max, d_max = BatchRenorm(3, dtype=torch.float64).limits(torch.tensor(step))
+    assert (float(r_max), float(d_max)) == pytest.approx(LIMITS.get(step, (3, 5)))
+
+
+@pytest.mark.parametrize("step", LIMITS)
+def test_the_relaxation_scales_with_the_run(step):
+    layer = BatchRenorm(3, dtype=torch.float64, total_steps=1300)
+    r_max, d_max = layer.limits(torch.tensor(step / 100))
+    assert (float(r_max), float(d_max)) == pytest.approx(LIMITS[step])
+
+
+def test_the_counter_of_the_relaxation_is_that_of_recorded_batches():
+    layer = built("brn", total_steps=130)
+    with memnorm.recording(layer, False):
+        layer(drifting((8, 3), 0))
+    assert layer.limits() == (1, 0)
+    layer.num_batches_tracked.fill_(15)
+    assert float(layer.limits()[1]) == pytest.approx(2.5)
+    assert float(copy.deepcopy(layer).limits()[1]) == pytest.approx(2.5)
+
+
+def test_a_loaded_checkpoint_goes_on_with_its_relaxation():
+    layer = built("brn", total_steps=130)
+    layer.num_batches_tracked.fill_(15)
+    fresh = built("brn", total_steps=130)
+    fresh.load_state_dict(layer.state_dict())
+    assert fresh.limits() == layer.limits()
+
+
+def test_momentum_is_the_papers_unless_it_is_given():
+    assert [built("brn", **options).momentum for options in ({}, {"momentum": 0.3})] == [0.01, 0.3]
+
+
+def test_the_average_is_of_deviations_not_of_variances():
+    layer = built("brn", rank=2, momentum=0.5, plain={"eps": 1e-12})
+    layer(torch.tensor([[0.0], [6.0]], dtype=torch.float64).expand(2, 3))
+    torch.testing.assert_close(layer.running_var, torch.full_like(layer.running_var, 4.0))  # ((1 + 3)/2)²
+
+
+def test_statistics_that_have_settled_stay_to_the_last_bit():
+    """Deviations become variances and back again without drift."""
+    layer = built("brn", dtype=torch.float32, momentum=1.0)
+    x = leaf((8, 3, 4), seed=0, dtype=torch.float32)
+    layer(x), layer(x)
+    before = layer.running_var.clone()
+    layer.momentum = 0.01
+    for _ in range(100):
+        layer(x)
+    torch.testing.assert_close(layer.running_var, before, rtol=2e-7, atol=0)
+
+
+def test_double_forward_records_the_moments_of_the_weights_after_the_step():
+    """BRN-2."""
+    net = net_with("brn", total_steps=10)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    memnorm.double_forward(net, optimizer)
+    for step in range(3):
+        twin = copy.deepcopy(net)
+        train_step(net, optimizer, seed=step)
+        for ours, theirs in zip(twin.parameters(), net.parameters(), strict=True):
+            ours.data.copy_(theirs)
+        twin(images(6, seed=step))
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+BAD = {
+    "r_max below 1": ({"r_max": 0.9}, "r_max must be at least 1"),
+    "r_max of text": ({"r_max": "3"}, "r_max must be at least 1"),
+    "r_max not a number": ({"r_max": float("nan")}, "r_max must be at least 1"),
+    "d_max negative": ({"d_max": -1}, "d_max must be zero or positive"),
+    "total_steps zero": ({"total_steps": 0}, "total_steps must be the number of steps"),
+    "total_steps broken": ({"total_steps": 10.5}, "total_steps must be the number of steps"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        built("brn", **options)
+
+
+def test_a_new_layer_is_as_good_as_a_converted_one():
+    new, plain = BatchRenorm(3, r_max=2.0, dtype=torch.float64), nn.BatchNorm2d(3, dtype=torch.float64)
+    converted = ENTRIES["brn"]["replace"](plain, r_max=2.0)
+    randomize(new, seed=1), randomize(converted, seed=1)
+    assert_same_output_and_gradients(new, converted, drifting((4, 3, 2, 2), 0), atol=0)

@@ -1,0 +1,129 @@
+"""Ghost batch norm: torch's batch norm called on each ghost batch in turn."""
+
+import copy
+
+import pytest
+import torch
+from converting import assert_bitwise
+from runningkit import ENTRIES, built, drifting, follow, gradients, moments, per_channel
+from support import LAYERS, SHAPES, assert_same_output_and_gradients, assert_same_state, leaf, randomize
+from torch import nn
+
+import memnorm
+from memnorm.errors import InputError, OptionError
+
+
+class Literal:
+    """Each ghost batch by itself; the moving averages take them in one after the other."""
+
+    def __init__(self, sizes, momentum=0.1, eps=1e-5):
+        self.mean, self.var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+        self.sizes, self.momentum, self.eps, self.count = sizes, momentum, eps, 0
+
+    def __call__(self, x, gamma, beta):
+        outputs = []
+        for part in x.split(self.sizes):
+            mean, var, values = moments(part)
+            self.count += 1
+            momentum = 1 / self.count if self.momentum is None else self.momentum
+            self.mean = (1 - momentum) * self.mean + momentum * mean.detach()
+            self.var = (1 - momentum) * self.var + momentum * var.detach() * values / (values - 1)
+            x_hat = (part - per_channel(mean, part)) / per_channel((var + self.eps).sqrt(), part)
+            outputs.append(per_channel(gamma, part) * x_hat + per_channel(beta, part))
+        return torch.cat(outputs)
+
+    def state(self):
+        return {"running_mean": self.mean, "running_var": self.var, "num_batches_tracked": self.count}
+
+
+SPLITS = {
+    "even": (12, 4, [4, 4, 4]),
+    "remainder": (11, 4, [4, 4, 3]),
+    "remainder of one image": (9, 4, [4, 4, 1]),
+    "one ghost batch": (4, 4, [4]),
+    "a smaller batch": (3, 4, [3]),
+    "one image each": (5, 1, [1, 1, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.6, None])
+@pytest.mark.parametrize(("images", "size", "sizes"), SPLITS.values(), ids=SPLITS)
+def test_a_trajectory_is_the_equations(images, size, sizes, momentum):
+    layer = built("ghost", ghost_size=size, momentum=momentum)
+    follow(layer, Literal(sizes, momentum), steps=20, shapes=[(images, 3, 4, 3)])
+
+
+def test_a_remainder_of_one_value_joins_the_last_whole_ghost_batch():
+    layer = built("ghost", rank=2, ghost_size=4)
+    follow(layer, Literal([4, 5]), steps=20, shapes=[(9, 3)])
+    follow(built("ghost", rank=2, ghost_size=4), Literal([5]), steps=5, shapes=[(5, 3)])
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("shape", [(9, 3, 5), (9, 3, 2, 3), (9, 3, 2, 2, 2)], ids=str)
+def test_it_is_torchs_batch_norm_on_each_ghost_batch_in_turn(shape, momentum):
+    torchs = LAYERS[len(shape)][1](3, momentum=momentum)
+    randomize(torchs, seed=0)
+    ours = ENTRIES["ghost"]["replace"](copy.deepcopy(torchs), ghost_size=4)
+    for step in range(20):
+        x = drifting(shape, step).detach().float().requires_grad_()
+        one_by_one = gradients(lambda x: torch.cat([torchs(part) for part in x.split(4)]), x, torchs.parameters())
+        for mine, theirs in zip(gradients(ours, x, ours.parameters()), one_by_one, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        for name, value in torchs.state_dict().items():
+            torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [8, 100])
+@pytest.mark.parametrize("shape", [(8, *shape[1:]) for shape in SHAPES], ids=str)
+def test_a_ghost_batch_as_large_as_the_batch_is_batch_norm(shape, size):
+    ours = built("ghost", rank=len(shape), ghost_size=size)
+    torchs = memnorm.to_batchnorm(copy.deepcopy(ours))
+    for step in range(3):
+        assert_same_output_and_gradients(ours, torchs, drifting(shape, step), atol=1e-12)
+    assert_same_state(ours, torchs, atol=1e-14)
+
+
+def test_bessels_factor_counts_values_not_images():
+    layer = built("ghost", ghost_size=2, momentum=1.0)
+    x = leaf((2, 3, 4, 3), seed=0)
+    layer(x)
+    torch.testing.assert_close(layer.running_var, x.detach().transpose(0, 1).flatten(1).var(1), rtol=1e-12, atol=0)
+
+
+def test_images_of_other_ghost_batches_have_no_part_in_an_output():
+    layer = built("ghost", ghost_size=2)
+    x = leaf((6, 3, 4), seed=0)
+    grad = torch.autograd.grad(layer(x)[2:4].square().sum(), x)[0]
+    assert float(grad[2:4].abs().max()) > 0
+    assert float(grad[:2].abs().max()) == float(grad[4:].abs().max()) == 0
+
+
+@pytest.mark.parametrize("images", [8, 9])
+@pytest.mark.parametrize("shape", [(3, 4, 5), (3, 2, 3, 4)], ids=str)
+def test_channels_last_stays_channels_last(shape, images):
+    layout = torch.channels_last if len(shape) == 3 else torch.channels_last_3d
+    layer = built("ghost", ghost_size=4)
+    x = leaf((images, *shape), seed=0).detach()
+    y = layer(x.contiguous(memory_format=layout))
+    assert y.is_contiguous(memory_format=layout)
+    torch.testing.assert_close(y, layer(x), rtol=1e-12, atol=1e-12)
+
+
+def test_one_value_per_ghost_batch_is_an_error_that_names_the_size():
+    with pytest.raises(InputError, match=r"ghost batches of 1 have one value per channel.*larger ghost_size"):
+        built("ghost", rank=2, ghost_size=1)(drifting((8, 3), 0))
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.5, "8", True])
+def test_bad_sizes_are_refused(size):
+    with pytest.raises(OptionError, match="ghost_size must be a positive number of images"):
+        built("ghost", ghost_size=size)
+
+
+def test_eval_sees_no_ghost_batches():
+    layer = built("ghost", ghost_size=2).eval()
+    x = leaf((6, 3, 4), seed=0)
+    plain = nn.BatchNorm1d(3, dtype=torch.float64).eval()
+    plain.load_state_dict(layer.state_dict())
+    assert_bitwise(layer(x), plain(x))

@@ -1,0 +1,95 @@
+"""Group, layer and instance norm: torch's own, in the place of a batch norm."""
+
+import pytest
+import torch
+from batch_free import SHAPES, assert_trains_like, convert, per_channel, random_batch_norm
+from support import assert_same_output_and_gradients, leaf, small_net
+from torch import nn
+
+from memnorm.errors import InputError, OptionError
+from memnorm.norms import group, instance, layer
+
+
+def literal(x, weight, bias, groups, eps):
+    """y = γ (x − μ)/√(σ² + ε) + β, one group of one image at a time."""
+    size = x.shape[1] // groups
+    images = []
+    for image in x:
+        parts = []
+        for index in range(groups):
+            part = image[index * size : (index + 1) * size]
+            mean = part.sum() / part.numel()
+            var = ((part - mean) ** 2).sum() / part.numel()
+            parts.append((part - mean) / torch.sqrt(var + eps))
+        images.append(torch.cat(parts))
+    return torch.stack(images) * per_channel(weight, x) + per_channel(bias, x)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), *SHAPES], ids=str)
+@pytest.mark.parametrize("num_groups", [2, 3])
+def test_group_norm_trains_like_its_equation(shape, num_groups):
+    bn = random_batch_norm(shape, eps=1e-3)
+    new = group.replace(bn, num_groups=num_groups)
+    assert type(new) is nn.GroupNorm
+    assert_trains_like(new, lambda x, weight, bias: literal(x, weight, bias, num_groups, 1e-3), shape)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), *SHAPES], ids=str)
+def test_layer_norm_trains_like_its_equation(shape):
+    new = layer.replace(random_batch_norm(shape))
+    assert_trains_like(new, lambda x, weight, bias: literal(x, weight, bias, 1, 1e-5), shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_instance_norm_trains_like_its_equation(shape):
+    new = instance.replace(random_batch_norm(shape, eps=1e-4))
+    assert_trains_like(new, lambda x, weight, bias: literal(x, weight, bias, 6, 1e-4), shape)
+
+
+def test_layer_norm_of_vectors_is_torchs_layer_norm():
+    new = layer.replace(random_batch_norm((4, 6)))
+    torchs = nn.LayerNorm(6, dtype=torch.float64)
+    torchs.load_state_dict(new.state_dict())
+    assert_same_output_and_gradients(new, torchs, leaf((4, 6), seed=0), atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_instance_norm_is_torchs_of_that_rank(shape):
+    new = instance.replace(random_batch_norm(shape))
+    kind = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}[len(shape)]
+    torchs = kind(6, affine=True, dtype=torch.float64)
+    torchs.load_state_dict(new.state_dict())
+    assert_same_output_and_gradients(new, torchs, leaf(shape, seed=0), atol=0)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 6, 1), (4, 6, 1, 1)], ids=str)
+def test_instance_norm_of_single_values_says_what_to_do(shape):
+    new = instance.replace(random_batch_norm(shape))
+    with pytest.raises(InputError, match=r"two values per image and channel.*convert\(model, \"group\"\)"):
+        new(leaf(shape, seed=0))
+
+
+def test_instance_norm_of_another_number_of_channels_is_an_error_also_without_affine_map():
+    new = instance.replace(random_batch_norm((2, 6, 3, 3), affine=False))
+    with pytest.raises(InputError, match=r"\(N, 6, …\)"):
+        new(leaf((2, 3, 3, 3), seed=0))
+
+
+def test_a_model_gets_as_many_groups_as_each_width_allows():
+    net = convert(small_net(), group.ENTRY, num_groups=4)
+    assert [one.num_groups for one in net.modules() if isinstance(one, nn.GroupNorm)] == [3, 4]
+    net = convert(small_net(), group.ENTRY)
+    assert [one.num_groups for one in net.modules() if isinstance(one, nn.GroupNorm)] == [3, 2]
+    net = convert(small_net(), layer.ENTRY)
+    assert [one.num_groups for one in net.modules() if isinstance(one, nn.GroupNorm)] == [1, 1]
+
+
+def test_a_number_of_groups_below_one_is_an_error():
+    with pytest.raises(OptionError, match="num_groups"):
+        convert(small_net(), group.ENTRY, num_groups=0)
+
+
+def test_the_activation_behind_stays():
+    for norm in (group, layer, instance):
+        net = convert(small_net(), norm.ENTRY)
+        assert [type(one) for one in net].count(nn.ReLU) == 2

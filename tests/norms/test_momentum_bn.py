@@ -1,0 +1,164 @@
+"""Momentum Batch Normalization against the algorithm of its paper."""
+
+import copy
+
+import pytest
+import torch
+from converting import assert_bitwise
+from runningkit import built, drifting, follow, moments, per_channel
+from support import SHAPES, assert_same_output_and_gradients, leaf
+from torch import nn
+
+import memnorm
+from memnorm.errors import OptionError
+from memnorm.norms.momentum_bn import MomentumBatchNorm
+
+
+class Literal:
+    """The training and inference steps of the paper; t counts from 1 to T, m is the number of images."""
+
+    def __init__(self, total, ideal=32, tau0=0.9, eps=1e-5):
+        self.mean, self.var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+        self.mean_inf, self.var_inf = self.mean.clone(), self.var.clone()
+        self.total, self.ideal, self.tau0, self.eps, self.t = total, ideal, tau0, eps, 0
+
+    def momentum(self, m):
+        T, t = self.total, self.t
+        rho = min(m / self.ideal, 1) ** (1 / T)
+        return rho ** (T / (T - 1) * max(T - t, 0)) - rho**T
+
+    def __call__(self, x, gamma, beta):
+        self.t += 1
+        m = len(x)
+        lam, tau = self.momentum(m), self.tau0 ** (m / self.ideal)
+        mean_b, var_b, _ = moments(x)
+        mean = lam * self.mean + (1 - lam) * mean_b
+        var = lam * self.var + (1 - lam) * var_b
+        self.mean, self.var = mean.detach(), var.detach()
+        self.mean_inf = tau * self.mean_inf + (1 - tau) * mean_b.detach()
+        self.var_inf = tau * self.var_inf + (1 - tau) * var_b.detach()
+        return per_channel(gamma, x) * (x - per_channel(mean, x)) / per_channel(
+            (var + self.eps).sqrt(), x
+        ) + per_channel(beta, x)
+
+    def state(self):
+        return {
+            "momentum_mean": self.mean,
+            "momentum_var": self.var,
+            "running_mean": self.mean_inf,
+            "running_var": self.var_inf,
+            "num_batches_tracked": self.t,
+        }
+
+
+class Constant(Literal):
+    """Without a length of training: the final momentum, and the mean of all batches while that is less."""
+
+    def momentum(self, m):
+        return min(1 - min(m / self.ideal, 1), (self.t - 1) / self.t)
+
+
+@pytest.mark.parametrize("ideal", [6, 32, 500])
+def test_a_trajectory_is_the_papers(ideal):
+    follow(built("momentum_bn", ideal_batch_size=ideal, total_steps=20), Literal(20, ideal), steps=30)
+
+
+def test_a_trajectory_is_the_papers_with_another_momentum_of_inference():
+    follow(built("momentum_bn", momentum=0.4, total_steps=40), Literal(40, tau0=0.6))
+
+
+def test_without_total_steps_the_momentum_is_the_final_one():
+    follow(built("momentum_bn"), Constant(None), steps=40)
+
+
+@pytest.mark.parametrize(("batch_size", "final"), [(2, 1 - 2 / 32), (8, 0.75), (32, 0), (128, 0)])
+def test_the_past_counts_for_nothing_at_first_and_for_what_a_batch_lacks_at_last(batch_size, final):
+    layer = MomentumBatchNorm(3, total_steps=100, dtype=torch.float64)
+    assert float(layer.past_share(batch_size)) == 0
+    shares = [float(layer.past_share(batch_size, torch.tensor(step))) for step in (99, 100, 10_000_000)]
+    assert shares == pytest.approx([final] * 3)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_batch_of_the_ideal_size_is_batch_norms(shape):
+    ours = built("momentum_bn", rank=len(shape), ideal_batch_size=shape[0], total_steps=2)
+    torchs = memnorm.to_batchnorm(copy.deepcopy(ours))
+    for step in range(4):
+        assert_same_output_and_gradients(ours, torchs, drifting(shape, step), atol=1e-11)
+
+
+def test_the_batch_size_is_that_of_each_input():
+    layer = built("momentum_bn", total_steps=2)
+    layer.momentum_mean.fill_(3.0), layer.num_batches_tracked.fill_(10)
+    for m in (8, 2, 16):
+        twin = copy.deepcopy(layer)
+        x = leaf((m, 3, 4), seed=m).detach()
+        twin(x)
+        expected = (1 - m / 32) * layer.momentum_mean + m / 32 * moments(x)[0]
+        torch.testing.assert_close(twin.momentum_mean, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_noise_of_the_mean_is_near_that_of_the_ideal_batch():
+    """What the method is for: λ = 1 − m/m₀ brings the variance of the mean near 1/m₀ from 1/m, by (1 − λ)/(1 + λ)."""
+    layer = MomentumBatchNorm(4000, ideal_batch_size=32, total_steps=1)
+    generator = torch.Generator().manual_seed(0)
+    layer.num_batches_tracked.fill_(10)
+    for _ in range(150):
+        layer(torch.randn(4, 4000, generator=generator))
+    lam = 1 - 4 / 32
+    torch.testing.assert_close(float(layer.momentum_mean.var()), (1 - lam) / (1 + lam) / 4, rtol=0.1, atol=0)
+
+
+def test_a_plain_checkpoint_loads_and_both_averages_begin_with_it():
+    plain = nn.BatchNorm2d(3)
+    for step in range(3):
+        plain(leaf((8, 3, 4, 2), seed=step, dtype=torch.float32))
+    layer = MomentumBatchNorm(3)
+    layer.load_state_dict(plain.state_dict(), strict=True)
+    assert_bitwise(layer.momentum_mean, plain.running_mean)
+    assert_bitwise(layer.momentum_var, plain.running_var)
+    layer(leaf((8, 3, 4, 2), seed=9, dtype=torch.float32))
+    assert not torch.equal(layer.momentum_mean, layer.running_mean)
+
+
+def test_loading_leaves_the_checkpoint_as_it_was():
+    state = nn.BatchNorm2d(3).state_dict()
+    MomentumBatchNorm(3).load_state_dict(state)
+    assert list(state) == list(nn.BatchNorm2d(3).state_dict())
+
+
+def test_converting_a_trained_batch_norm_starts_both_averages_from_it():
+    plain = nn.BatchNorm2d(3)
+    plain(leaf((8, 3, 4, 2), seed=0, dtype=torch.float32))
+    layer = MomentumBatchNorm.replacing(plain)
+    assert_bitwise(layer.momentum_var, plain.running_var)
+    layer(leaf((8, 3, 4, 2), seed=1, dtype=torch.float32))
+    assert layer.momentum_var is not layer.running_var
+    assert not torch.equal(layer.momentum_var, layer.running_var)
+
+
+def test_resetting_resets_both_averages():
+    layer = built("momentum_bn")
+    layer(drifting((8, 3, 4), 1))
+    layer.reset_running_stats()
+    assert float(layer.momentum_mean.abs().max()) == 0
+    assert float((layer.momentum_var - 1).abs().max()) == 0
+
+
+BAD = {
+    "no image": ({"ideal_batch_size": 0}, "ideal_batch_size must be a number of images"),
+    "text": ({"ideal_batch_size": "32"}, "ideal_batch_size must be a number of images"),
+    "no step": ({"total_steps": 0}, "momentum_bn: total_steps must be the number of steps"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        built("momentum_bn", **options)
+
+
+def test_one_step_in_all_is_possible():
+    layer = built("momentum_bn", total_steps=1)
+    y = layer(drifting((8, 3, 4), 0))
+    assert y.isfinite().all()

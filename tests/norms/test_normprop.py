@@ -1,0 +1,353 @@
+"""Normalization Propagation: its equations, its constants, moments on Gaussian data, and what it refuses."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from batch_free import convert, registered
+from support import images, labels, randn, small_net
+from torch import nn
+from torch.nn import functional as F
+
+import memnorm
+from memnorm.errors import NothingToConvert, NothingToRecord, OptionError
+from memnorm.lab import models
+from memnorm.norms import normprop
+from memnorm.norms.normprop import NormProp, Standardize, largest_of
+
+
+class Literal:
+    """conv – ReLU – max pooling 2×2 – conv – ReLU – average pooling 2 – mean – linear, by the paper's equations."""
+
+    def __init__(self, net):
+        self.values = [value.detach().clone().requires_grad_() for value in net.parameters()]
+
+    def layer(self, x, w, gamma, beta):
+        length = torch.sqrt((w * w).sum((1, 2, 3), keepdim=True))
+        u = gamma[:, None, None] * F.conv2d(x, w / length) / 1.21 + beta[:, None, None]
+        return (torch.clamp(u, min=0) - math.sqrt(1 / (2 * math.pi))) / math.sqrt(0.5 * (1 - 1 / math.pi))
+
+    def __call__(self, x):
+        w1, gamma1, beta1, w2, gamma2, beta2, w3, bias = self.values
+        x = F.max_pool2d(self.layer(x, w1, gamma1, beta1), 2)
+        mean, std = 1.0457555, 0.6709548  # of the largest of four rectified Gaussians
+        x = (x - (mean - 0.39894228) / 0.58381937) / (std / 0.58381937)
+        x = 2 * F.avg_pool2d(self.layer(x, w2, gamma2, beta2), 2, 1)
+        return x.mean((2, 3)) @ w3.T + bias
+
+
+def pooled_net():
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 5, 2), nn.BatchNorm2d(5), nn.ReLU(), nn.Dropout(0.0), nn.AvgPool2d(2, 1)),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 5)),
+    )
+    for index, value in enumerate(net.parameters()):
+        value.data = 0.4 * randn(*value.shape, seed=index) + (1 if index in (2, 6) else 0)
+    return convert(net.double(), normprop.ENTRY)
+
+
+def test_trains_like_its_equations():
+    net = pooled_net()
+    literal = Literal(net)
+    own = list(net.parameters())
+    for step in range(20):
+        x, target = images(6, seed=step, dtype=torch.float64), labels(6, seed=step)
+        x_twin = x.clone().requires_grad_()
+        x.requires_grad_()
+        y, y_twin = net(x), literal(x_twin)
+        torch.testing.assert_close(y, y_twin, rtol=0, atol=1e-6)
+        grads = torch.autograd.grad(F.cross_entropy(y, target), [x, *own])
+        grads_twin = torch.autograd.grad(F.cross_entropy(y_twin, target), [x_twin, *literal.values])
+        for mine, theirs in zip(grads, grads_twin, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        with torch.no_grad():
+            for values, gradients in ((own, grads), (literal.values, grads_twin)):
+                for value, gradient in zip(values, gradients[1:], strict=True):
+                    value -= 0.05 * gradient
+
+
+def moments(net, x):
+    """Mean and variance of the output of every NormProp layer and every constant behind."""
+    found = []
+
+    def watch(_module, _inputs, y):
+        found.append((float(y.detach().mean()), float(y.detach().var())))
+
+    handles = [one.register_forward_hook(watch) for one in net.modules() if isinstance(one, (NormProp, Standardize))]
+    with torch.no_grad():
+        net(x)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def wide_chain():
+    layers, width = [], 16
+    for _ in range(4):
+        layers += [nn.Conv2d(width, 128, 3), nn.BatchNorm2d(128), nn.ReLU()]
+        width = 128
+    net = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Conv2d(128, 128, 1), nn.BatchNorm2d(128), nn.ReLU())
+    for index, value in enumerate(net.parameters()):
+        if value.dim() == 4:
+            value.data = randn(*value.shape, seed=index).float()
+    return net
+
+
+def test_gaussian_data_keep_mean_0_and_variance_1_in_every_layer():
+    found = moments(convert(wide_chain(), normprop.ENTRY, ratio=1.0), randn(8, 16, 18, 18, seed=99).float())
+    assert len(found) == 11
+    for mean, var in found:
+        assert mean == pytest.approx(0, abs=0.1)
+        assert var == pytest.approx(1, abs=0.15)
+
+
+def test_the_ratio_of_the_paper_shrinks_the_deviation_by_as_much():
+    (mean, var), (mean_after, var_after) = moments(
+        convert(wide_chain(), normprop.ENTRY), randn(8, 16, 18, 18, seed=99).float()
+    )[:2]
+    std = 1 / 1.21
+    assert mean == pytest.approx(0, abs=0.02)
+    assert var == pytest.approx(std**2, abs=0.03)
+    assert mean_after == pytest.approx((std - 1) * 0.39894 / 0.58382, abs=0.02)
+    assert var_after == pytest.approx(std**2, abs=0.04)
+
+
+def test_with_the_ratio_of_the_paper_gradients_keep_their_size():
+    """The mean squared singular value of a wide layer's Jacobian is 1, and 1.21² without the ratio."""
+    for ratio, expected in ((1.21, 1.0), (1.0, 1.21**2)):
+        net = nn.Sequential(nn.Linear(200, 200), nn.BatchNorm1d(200), nn.ReLU())
+        nn.init.normal_(net[0].weight, generator=torch.Generator().manual_seed(0))
+        convert(net, normprop.ENTRY, ratio=ratio)
+        jacobians = torch.func.vmap(torch.func.jacrev(net))(randn(50, 1, 200, seed=1).float()).detach()
+        assert float(jacobians.square().sum() / 50 / 200) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["nin", "vgg16"])
+def test_the_networks_of_the_paper_start_with_unit_moments(name):
+    torch.manual_seed(0)
+    net = convert(models.build(name, classes=10, image_shape=(3, 32, 32)), normprop.ENTRY, ratio=1.0).eval()
+    found = moments(net, randn(2, 3, 32, 32, seed=0).float())
+    assert len(found) == {"nin": 20, "vgg16": 31}[name]
+    # Zeros at the borders take variance away layer by layer; the values in a window are not quite independent.
+    for mean, var in found[:8]:
+        assert mean == pytest.approx(0, abs=0.15)
+        assert var == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 9, 27])
+def test_the_constants_of_max_pooling_are_those_of_random_draws(count):
+    draws = randn(400_000, count, seed=count).amax(1).clamp(min=0)
+    mean, std = largest_of(count)
+    assert mean == pytest.approx(float(draws.mean()), abs=5e-3)
+    assert std == pytest.approx(float(draws.std()), abs=5e-3)
+
+
+def test_a_window_of_one_has_the_moments_of_a_rectified_gaussian():
+    mean, std = largest_of(1)
+    assert mean == pytest.approx(normprop.RECTIFIED_MEAN, abs=1e-6)
+    assert std == pytest.approx(normprop.RECTIFIED_STD, abs=1e-6)
+    normal = statistics.NormalDist()
+    assert pytest.approx(normal.pdf(0), abs=1e-12) == normprop.RECTIFIED_MEAN
+    assert pytest.approx(math.sqrt(0.5 - normal.pdf(0) ** 2), abs=1e-12) == normprop.RECTIFIED_STD
+
+
+@pytest.mark.parametrize(
+    ("pool", "count"),
+    [
+        (nn.MaxPool2d(3), 9),
+        (nn.MaxPool2d((2, 3)), 6),
+        (nn.MaxPool1d(4), 4),
+        (nn.MaxPool3d(2), 8),
+        (nn.AvgPool2d(3, 2), 9),
+        (nn.AvgPool1d(4), 4),
+        (nn.AvgPool3d((1, 2, 2)), 4),
+    ],
+    ids=str,
+)
+def test_independent_values_are_normalised_behind_any_pooling(pool, count):
+    dims = int(type(pool).__name__[-2])
+    shape = {1: (64, 8, 144), 2: (64, 8, 12, 12), 3: (64, 8, 4, 6, 6)}[dims]
+    x = (randn(*shape, seed=0).clamp(min=0) - normprop.RECTIFIED_MEAN) / normprop.RECTIFIED_STD
+    y = normprop.after_pooling(pool)(pool(x))
+    assert float(y.mean()) == pytest.approx(0, abs=0.06)
+    assert float(y.std()) == pytest.approx(1, abs=0.06)
+    if isinstance(pool, nn.AvgPool2d):
+        assert normprop.after_pooling(pool).std == pytest.approx(1 / math.sqrt(count))
+
+
+def test_the_length_of_a_filter_does_not_matter():
+    net = pooled_net()
+    x = images(3, seed=0, dtype=torch.float64)
+    expected = net(x)
+    with torch.no_grad():
+        net[0].weight.mul_(3)
+        net[4].weight[2].mul_(0.01)
+    torch.testing.assert_close(net(x), expected, rtol=0, atol=1e-12)
+
+
+def test_weights_stay_the_same_objects_under_the_same_names_and_biases_before_norms_go():
+    plain = small_net()
+    before = dict(plain.named_parameters())
+    after = dict(convert(plain, normprop.ENTRY).named_parameters())
+    assert set(before) - set(after) == {"0.bias", "3.bias"}
+    assert all(after[name] is before[name] for name in after)
+
+
+def test_convolutions_are_still_convolutions_and_keep_their_hooks():
+    net = small_net()
+    seen = []
+    net[0].register_forward_hook(lambda *_: seen.append(1))
+    net[2].register_forward_hook(lambda *_: seen.append(2))
+    convert(net, normprop.ENTRY)
+    net(images(2, seed=0))
+    assert isinstance(net[0], nn.Conv2d)
+    assert seen == [1, 2]
+
+
+def test_a_global_average_and_a_relu_without_norm_are_left_alone():
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        *(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)),
+    )
+    convert(net, normprop.ENTRY)
+    assert [type(one).__name__ for one in net] == [
+        *("UnitConv2d", "NormProp", "Sequential", "AdaptiveAvgPool2d", "Flatten", "Linear", "ReLU", "Linear"),
+    ]
+
+
+def test_a_norm_without_relu_has_no_constants_behind():
+    net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), normprop.ENTRY)
+    assert [type(one).__name__ for one in net] == ["UnitConv2d", "NormProp", "Conv2d"]
+
+
+def test_there_is_nothing_to_record():
+    net = convert(small_net(), normprop.ENTRY)
+    with pytest.raises(NothingToRecord, match="its norms are NormProp"):
+        memnorm.rerecord(net, images(2, seed=0))
+
+
+@pytest.mark.parametrize("ratio", [0, -1.21, math.inf, math.nan, "1.21", True, None])
+def test_the_ratio_must_be_a_positive_number(ratio):
+    with pytest.raises(OptionError, match="ratio must be a positive number"):
+        convert(small_net(), normprop.ENTRY, ratio=ratio)
+
+
+@pytest.mark.parametrize(("name", "size"), [("resnet8", 8), ("resnet18", 32), ("resnet50", 32), ("googlenet", 32)])
+def test_networks_with_branches_are_refused_with_the_reason(name, size):
+    with torch.device("meta"):
+        net = models.build(name, classes=5, image_shape=(3, size, size))
+    reason = {"googlenet": "cat"}.get(name, "add")
+    with pytest.raises(OptionError, match=rf"branches are joined \({reason}\), as in a residual network"):
+        convert(net, normprop.ENTRY)
+
+
+def refusal(net):
+    before = [(name, type(one)) for name, one in net.named_modules()]
+    with pytest.raises(OptionError) as caught:
+        convert(net, normprop.ENTRY)
+    assert [(name, type(one)) for name, one in net.named_modules()] == before, "a refused model is as before"
+    return str(caught.value)
+
+
+def block(*behind, first=None):
+    return nn.Sequential(first or nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), *behind)
+
+
+def test_another_activation_is_refused():
+    assert "followed by 2 (PReLU); normprop knows the moments after ReLU only" in refusal(block(nn.PReLU()))
+    assert "followed by 2 (MaxPool2d)" in refusal(block(nn.MaxPool2d(2), nn.ReLU()))
+
+
+def test_what_feeds_the_norm_must_have_filters():
+    assert "fed by 0 (ConvTranspose2d)" in refusal(block(first=nn.ConvTranspose2d(3, 4, 1)))
+    assert "fed by input; normprop needs a convolution" in refusal(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()))
+
+    class Tapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            x = self.conv(x)
+            return self.norm(x), x
+
+    assert "fed by something that others use too" in refusal(Tapped())
+
+
+def test_relu_and_pooling_as_functions_are_refused():
+    class Called(nn.Module):
+        def __init__(self, behind):
+            super().__init__()
+            self.block, self.behind = block(), behind
+
+        def forward(self, x):
+            return self.behind(self.block(x))
+
+    assert "relu is called as a function; normprop needs the module" in refusal(Called(F.relu))
+
+    class Pooled(Called):
+        def forward(self, x):
+            return F.avg_pool2d(self.behind(self.block(x)), 2)
+
+    assert "pools in a way that cannot be normalised" in refusal(Pooled(nn.ReLU()))
+    assert "pools in a way" in refusal(nn.Sequential(block(nn.ReLU()), nn.MaxPool2d(2, return_indices=True)))
+
+
+def test_a_relu_that_is_also_used_without_norm_is_refused():
+    relu = nn.ReLU()
+    net = nn.Sequential(block(relu), nn.Conv2d(4, 4, 1), relu)
+    assert "0.2 (ReLU) is also used where no norm is in front" in refusal(net)
+
+
+def test_a_relu_shared_by_norms_only_is_fine():
+    relu = nn.ReLU()
+    net = convert(nn.Sequential(block(relu), block(relu, first=nn.Conv2d(4, 4, 1))), normprop.ENTRY)
+    assert net[0][2] is net[1][2]
+    assert isinstance(net[0][2][1], Standardize)
+
+
+def test_a_graph_that_cannot_be_seen_is_refused_with_the_reason():
+    class Fickle(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else x
+
+    assert "the model's graph cannot be traced (TraceError" in refusal(Fickle(*block(nn.ReLU())))
+
+
+def test_a_batch_norm_by_itself_is_refused():
+    with pytest.raises(OptionError, match="a norm by itself"):
+        convert(nn.BatchNorm2d(3), normprop.ENTRY)
+
+
+def test_a_model_without_batch_norm_has_nothing_to_convert():
+    with registered(normprop.ENTRY), pytest.raises(NothingToConvert):
+        memnorm.convert(nn.Sequential(nn.Linear(2, 2)), "normprop")
+
+
+def test_a_norm_with_another_activation_inside_is_refused():
+    class BatchNormAct2d(nn.BatchNorm2d):
+        def __init__(self, channels, act):
+            super().__init__(channels)
+            self.drop, self.act = nn.Identity(), act
+
+        def forward(self, x):
+            return self.act(self.drop(super().forward(x)))
+
+    assert "have SiLU inside" in refusal(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, nn.SiLU())))
+    net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, nn.ReLU())), normprop.ENTRY)
+    assert isinstance(net[1][2][1], Standardize)
+
+
+def test_sizes_in_a_forward_are_no_branches():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.fc = block(nn.ReLU()), nn.Linear(4, 2)
+
+        def forward(self, x):
+            x = self.block(x)
+            return self.fc(x.view(x.size(0), x.shape[1], -1).mean(2).view(x.shape[0], -1))
+
+    assert convert(Flat(), normprop.ENTRY)(images(2, seed=0)).shape == (2, 2)

@@ -1,0 +1,151 @@
+"""Conversion to the norms that are batch norm in eval mode, from one to another, and the way back."""
+
+import copy
+import io
+
+import pytest
+import torch
+from converting import VARIANTS, BatchNormAct2d, assert_bitwise, evaluated, seasoned, train_step
+from runningkit import ENTRIES, NAMES, OPTIONS, built, each_norm, net_with, replace
+from support import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memnorm
+from memnorm import norms
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """The norms under their names, for tests of `memnorm.convert`."""
+    for name, entry in ENTRIES.items():
+        monkeypatch.setitem(norms._REGISTRY, name, norms.Norm(**entry))
+
+
+@each_norm
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_converted_layer_evaluates_bit_for_bit_the_same(name, shape):
+    plain = seasoned(LAYERS[len(shape)][1](3), shape)
+    x = leaf(shape, seed=9, dtype=torch.float32)
+    assert_bitwise(evaluated(replace(copy.deepcopy(plain), name), x), evaluated(plain, x))
+
+
+@each_norm
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_conversion_and_back_restores_every_attribute(name, options):
+    layer = seasoned(nn.BatchNorm2d(3, **options))
+    layer.note_of_the_user = "kept"
+    back = memnorm.to_batchnorm(replace(copy.deepcopy(layer), name))
+    assert type(back) is nn.BatchNorm2d
+    assert back.__dict__.keys() == layer.__dict__.keys()
+    assert repr(back) == repr(layer)
+    assert_same_state(back, layer)
+
+
+@each_norm
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_a_trained_layer_evaluates_bit_for_bit_the_same_as_a_plain_one(name, options):
+    layer = seasoned(replace(nn.BatchNorm2d(3, **options), name))
+    x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
+    before = evaluated(layer, x)
+    assert_bitwise(evaluated(memnorm.to_batchnorm(layer), x), before)
+
+
+@each_norm
+def test_a_saved_model_needs_nothing_of_memnorm_after_to_batchnorm(name):
+    model = net_with(name, **OPTIONS[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = memnorm.double_forward(model, optimizer)
+    train_step(model, optimizer, seed=0)
+    checkpoint(model, images(4, seed=0), use_reentrant=False).sum().backward()
+    assert handle.steps == 1
+    file = io.BytesIO()
+    torch.save(memnorm.to_batchnorm(model), file)
+    assert b"memnorm" not in file.getvalue()
+    assert list(model.state_dict()) == list(small_net().state_dict())
+
+
+@each_norm
+def test_parameters_mode_hooks_and_sharing_are_kept_both_ways(registered, name):
+    layer, calls = nn.BatchNorm2d(3), []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    layer.weight.requires_grad_(False)
+    model = nn.ModuleDict({"a": layer.eval(), "b": nn.Sequential(layer)}).train()
+    layer.eval()
+    for change in (lambda: memnorm.convert(model, name, **OPTIONS[name]), lambda: memnorm.to_batchnorm(model)):
+        change()
+        assert model["a"] is model["b"][0]
+        assert model["a"].weight is layer.weight
+        assert not model["a"].training
+        model["a"](leaf((4, 3, 2, 2), seed=0, dtype=torch.float32))
+    assert len(calls) == 2
+
+
+@each_norm
+def test_the_layer_that_was_replaced_stays_a_plain_batch_norm(name):
+    plain = seasoned(nn.BatchNorm2d(3))
+    repr_before = repr(plain)
+    seasoned(replace(plain, name))
+    assert type(plain) is nn.BatchNorm2d
+    assert repr(plain) == repr_before
+    assert plain.state_dict().keys() == nn.BatchNorm2d(3).state_dict().keys()
+
+
+@each_norm
+@pytest.mark.parametrize("other", ["mbn", *NAMES])
+def test_from_one_norm_to_another_is_the_way_over_batch_norm(registered, name, other):
+    plain = seasoned(nn.BatchNorm2d(3))
+    over = memnorm.convert(copy.deepcopy(plain), name)
+    there = memnorm.convert(over, other)
+    direct = memnorm.convert(copy.deepcopy(plain), other)
+    assert type(there) is type(direct)
+    assert repr(there) == repr(direct)
+    assert_same_state(there, direct)
+    assert_same_state(memnorm.to_batchnorm(memnorm.convert(there, name)), plain)
+
+
+@each_norm
+def test_from_memorized_layers_the_memory_is_left_behind(registered, name):
+    model = seasoned(memnorm.convert(nn.BatchNorm2d(3)))
+    x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
+    before = evaluated(model, x)
+    model = memnorm.convert(model, name)
+    assert not [key for key in model.state_dict() if key.startswith("memory")]
+    assert_bitwise(evaluated(model, x), before)
+
+
+@each_norm
+def test_an_activation_behind_the_norm_stays_where_it_is(registered, name):
+    plain = seasoned(BatchNormAct2d(3, act=nn.Tanh()))
+    model = memnorm.convert(copy.deepcopy(plain), name, **OPTIONS[name])
+    x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
+    assert_bitwise(evaluated(model, x), evaluated(plain, x))
+    assert float(model.train()(x).detach().abs().max()) < 1
+    model.load_state_dict(plain.state_dict(), strict=True)
+    back = memnorm.to_batchnorm(model)
+    assert type(back) is BatchNormAct2d
+    assert_bitwise(evaluated(back, x), evaluated(plain, x))
+
+
+@each_norm
+def test_a_sync_batch_norm_comes_back(name):
+    plain = nn.SyncBatchNorm(3)
+    back = memnorm.to_batchnorm(replace(copy.deepcopy(plain), name))
+    assert type(back) is nn.SyncBatchNorm
+    assert back.__dict__.keys() == plain.__dict__.keys()
+
+
+@each_norm
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_layer_that_replaced_none_becomes_the_batch_norm_for_its_data(name, shape):
+    layer = type(built(name))(3)
+    layer(leaf(shape, seed=0, dtype=torch.float32))
+    back = memnorm.to_batchnorm(layer)
+    assert type(back) is LAYERS[len(shape)][1]
+    assert back.__dict__.keys() == LAYERS[len(shape)][1](3).__dict__.keys()
+    assert evaluated(back, leaf(shape, seed=1, dtype=torch.float32)).shape == shape
+
+
+def test_a_model_of_plain_norms_has_nothing_to_bring_back():
+    with pytest.raises(memnorm.errors.NothingToConvert, match="it is a plain model already"):
+        memnorm.to_batchnorm(small_net())

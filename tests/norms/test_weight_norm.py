@@ -1,0 +1,289 @@
+"""Weight normalization against its equations, its first batch, and which weights it takes."""
+
+import copy
+
+import pytest
+import torch
+from batch_free import convert
+from support import images, labels, leaf, randn, small_net
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+from memnorm.lab import models
+from memnorm.norms import weight_norm
+from memnorm.norms.weight_norm import WeightNormAffine
+
+
+def wide_net():
+    return convert(small_net(dtype=torch.float64), weight_norm.ENTRY)
+
+
+def batch(seed, count=8):
+    return images(count, seed=seed, dtype=torch.float64), labels(count, seed=seed)
+
+
+def filters(v):
+    length = torch.stack([torch.sqrt((one**2).sum()) for one in v])
+    return v / length.reshape([-1] + [1] * (v.dim() - 1))
+
+
+class Literal:
+    """The small network with w = g v/‖v‖ written out, its parameters in a list: v1, g1, b1, v2, g2, b2, v3, g3, c."""
+
+    def __init__(self, net):
+        def take(value):
+            return value.detach().clone().requires_grad_()
+
+        last = net[8].weight.detach()
+        self.values = [
+            *(take(net[0].weight), take(torch.ones(6, dtype=torch.float64)), take(torch.zeros(6, dtype=torch.float64))),
+            *(take(net[3].weight), take(torch.ones(4, dtype=torch.float64)), take(torch.zeros(4, dtype=torch.float64))),
+            *(take(last), take(last.norm(dim=1)), take(net[8].bias)),
+        ]
+        self.first = True
+
+    def __call__(self, x):
+        v1, g1, b1, v2, g2, b2, v3, g3, c = self.values
+        for v, g, b in ((v1, g1, b1), (v2, g2, b2)):
+            t = F.conv2d(x, filters(v))
+            if self.first:
+                values = t.detach().transpose(0, 1).flatten(1)
+                mean = values.mean(1)
+                std = torch.sqrt(((values - mean[:, None]) ** 2).mean(1))
+                with torch.no_grad():
+                    g.copy_(1 / std)
+                    b.copy_(-mean / std)
+            x = torch.relu(g[:, None, None] * t + b[:, None, None])
+        self.first = False
+        return (g3[:, None] * filters(v3)) @ x.mean((2, 3)).T, c
+
+    def scores(self, x):
+        product, c = self(x)
+        return product.T + c
+
+
+def test_trains_like_its_equations_from_the_first_batch_on():
+    plain = small_net(dtype=torch.float64)
+    literal = Literal(plain)
+    net = convert(plain, weight_norm.ENTRY)
+    own = [
+        *(net[0].parametrizations.weight.original1, net[1].weight, net[1].bias),
+        *(net[3].parametrizations.weight.original1, net[4].weight, net[4].bias),
+        *(net[8].parametrizations.weight.original1, net[8].parametrizations.weight.original0, net[8].bias),
+    ]
+    for step in range(20):
+        x, target = batch(step)
+        x_twin = x.clone().requires_grad_()
+        x.requires_grad_()
+        y, y_twin = net(x), literal.scores(x_twin)
+        torch.testing.assert_close(y, y_twin, rtol=0, atol=1e-10)
+        grads = torch.autograd.grad(F.cross_entropy(y, target), [x, *own])
+        grads_twin = torch.autograd.grad(F.cross_entropy(y_twin, target), [x_twin, *literal.values])
+        for mine, theirs in zip(grads, grads_twin, strict=True):
+            torch.testing.assert_close(mine.reshape(theirs.shape), theirs, rtol=0, atol=1e-10)
+        with torch.no_grad():
+            for values, gradients in ((own, grads), (literal.values, grads_twin)):
+                for value, gradient in zip(values, gradients[1:], strict=True):
+                    value -= 0.1 * gradient
+    for mine, theirs in zip(own, literal.values, strict=True):
+        torch.testing.assert_close(mine.reshape(theirs.shape), theirs, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (4, 6, 5), (3, 6, 4, 3), (2, 6, 2, 3, 2)], ids=str)
+def test_the_first_training_batch_gets_mean_0_and_deviation_1(shape):
+    layer = WeightNormAffine(6, dtype=torch.float64)
+    y = layer(leaf(shape, seed=0)).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(y.mean(1), torch.zeros(6, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(y.std(1, correction=0), torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert layer.initialized
+
+
+def test_only_the_first_training_batch_sets_anything():
+    layer = WeightNormAffine(6, dtype=torch.float64)
+    layer.eval()(leaf((4, 6, 5), seed=0))
+    assert not layer.initialized
+    assert layer.weight.tolist() == [1] * 6
+    layer.train()(leaf((4, 6, 5), seed=1))
+    before = copy.deepcopy(layer.state_dict())
+    layer(leaf((4, 6, 5), seed=2))
+    for name, value in layer.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+def test_a_checkpoint_says_whether_the_first_batch_is_past():
+    layer, other = WeightNormAffine(6, dtype=torch.float64), WeightNormAffine(6, dtype=torch.float64)
+    layer(leaf((4, 6, 5), seed=0))
+    other.load_state_dict(layer.state_dict())
+    other(leaf((4, 6, 5), seed=1))
+    torch.testing.assert_close(other.weight, layer.weight, rtol=0, atol=0)
+    layer.load_state_dict(WeightNormAffine(6, dtype=torch.float64).state_dict())
+    layer(leaf((4, 6, 5), seed=1))
+    assert not torch.equal(layer.weight, other.weight)
+
+
+def test_the_flag_and_the_parameters_are_written_in_place():
+    layer = WeightNormAffine(6, dtype=torch.float64)
+    kept = [layer.initialized, layer.weight, layer.bias]
+    layer(leaf((4, 6, 5), seed=0))
+    assert all(a is b for a, b in zip(kept, [layer.initialized, layer.weight, layer.bias], strict=True))
+
+
+def test_without_data_init_the_batch_norms_parameters_are_kept():
+    net = convert(small_net(), weight_norm.ENTRY, data_init=False)
+    before = net[1].weight.detach().clone()
+    net(images(4, seed=0))
+    torch.testing.assert_close(net[1].weight, before, rtol=0, atol=0)
+
+
+def test_a_batch_without_deviation_or_not_finite_leaves_it_to_the_next():
+    layer = WeightNormAffine(6, dtype=torch.float64)
+    layer(leaf((1, 6), seed=0))
+    layer(leaf((4, 6), seed=0) * float("nan"))
+    assert not layer.initialized
+    assert layer.weight.tolist() == [1] * 6
+    layer(leaf((4, 6), seed=0))
+    assert layer.initialized
+
+
+def test_a_constant_channel_is_centred_and_not_blown_up():
+    layer = WeightNormAffine(2)
+    x = torch.stack([torch.full((4,), 3.0), torch.arange(4.0)], 1)
+    y = layer(x)
+    assert layer.weight[0] == 1
+    assert y[:, 0].tolist() == [0] * 4
+    assert y.isfinite().all()
+
+
+def test_a_recomputed_first_forward_gives_the_same_gradients():
+    net, twin = wide_net(), wide_net()
+    x, target = batch(0)
+    F.cross_entropy(net(x), target).backward()
+    F.cross_entropy(checkpoint(twin, x, use_reentrant=False), target).backward()
+    for (name, mine), theirs in zip(twin.named_parameters(), net.parameters(), strict=True):
+        if mine.requires_grad:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-12, msg=name)
+
+
+def test_filters_that_feed_a_norm_have_length_1_for_good():
+    net = wide_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        x, target = batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), target).backward()
+        optimizer.step()
+    for conv in (net[0], net[3]):
+        lengths = conv.weight.detach().flatten(1).norm(dim=1)
+        torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=0, atol=1e-12)
+        assert conv.bias is None
+        assert not conv.parametrizations.weight.original0.requires_grad
+
+
+def test_what_feeds_no_norm_keeps_its_function_and_its_length_is_learned():
+    plain = small_net()
+    weight, bias = plain[8].weight.detach().clone(), plain[8].bias
+    net = convert(plain, weight_norm.ENTRY)
+    torch.testing.assert_close(net[8].weight, weight, rtol=0, atol=1e-6)
+    assert net[8].bias is bias
+    assert net[8].parametrizations.weight.original0.requires_grad
+
+
+def test_no_statistic_of_the_batch_enters_after_the_first():
+    net = wide_net()
+    net(batch(0)[0])
+    x, _ = batch(1)
+    apart = torch.cat([net(one) for one in x.split(1)])
+    torch.testing.assert_close(net(x), apart, rtol=0, atol=1e-12)
+
+
+def test_a_residual_network_has_all_its_norms_paired():
+    net = convert(models.build("resnet8", classes=5, image_shape=(3, 8, 8)), weight_norm.ENTRY)
+    convs = [one for one in net.modules() if isinstance(one, nn.Conv2d)]
+    assert len(convs) == 7
+    assert not any(conv.parametrizations.weight.original0.requires_grad for conv in convs)
+
+
+def test_a_norm_behind_a_sum_has_a_scale_of_its_own_and_the_weights_keep_theirs():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return self.norm(self.conv(x) + x)
+
+    net = convert(Sum(), weight_norm.ENTRY)
+    assert net.conv.parametrizations.weight.original0.requires_grad
+    assert net.conv.bias is not None
+    y = net(images(4, seed=0))
+    torch.testing.assert_close(y.std((0, 2, 3), correction=0), torch.ones(3), rtol=0, atol=1e-5)
+
+
+def test_without_a_graph_the_lengths_are_learned():
+    class Fickle(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > -1e9 else x
+
+    net = convert(Fickle(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), weight_norm.ENTRY)
+    assert net[0].parametrizations.weight.original0.requires_grad
+    assert net(images(4, seed=0)).isfinite().all()
+
+
+def test_a_convolution_used_without_its_norm_as_well_keeps_its_length():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return self.conv(self.norm(self.conv(x)))
+
+    assert convert(Twice(), weight_norm.ENTRY).conv.parametrizations.weight.original0.requires_grad
+
+
+def test_tied_parametrized_and_zero_weights_are_left_alone():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight = net[0].weight
+    nn.init.zeros_(net[3].weight)
+    nn.utils.parametrizations.spectral_norm(net[4])
+    convert(net, weight_norm.ENTRY)
+    assert net[1].weight is net[0].weight
+    assert not parametrize.is_parametrized(net[3])
+    assert len(net[4].parametrizations.weight) == 1
+    assert net(randn(3, 4, seed=0).float()).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("layer", "dimension"),
+    [(nn.ConvTranspose2d(3, 4, 2), 1), (nn.Conv1d(3, 4, 2), 0), (nn.Conv3d(3, 4, 1), 0), (nn.Linear(3, 4), 0)],
+    ids=lambda value: type(value).__name__,
+)
+def test_there_is_one_length_per_output_channel(layer, dimension):
+    kind = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(layer.weight.dim(), nn.BatchNorm1d)
+    net = convert(nn.Sequential(layer, kind(4)), weight_norm.ENTRY)
+    lengths = net[0].weight.detach().transpose(0, dimension).flatten(1).norm(dim=1)
+    torch.testing.assert_close(lengths, torch.ones(4), rtol=0, atol=1e-6)
+
+
+def test_groups_of_a_transposed_convolution_share_slices_and_keep_their_length():
+    net = convert(nn.Sequential(nn.ConvTranspose2d(4, 4, 2, groups=2), nn.BatchNorm2d(4)), weight_norm.ENTRY)
+    assert net[0].parametrizations.weight.original0.requires_grad
+
+
+def test_a_batch_norm_without_affine_map_gets_scale_and_bias():
+    net = convert(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)), weight_norm.ENTRY)
+    assert net[1].weight.tolist() == [1] * 4
+    assert net[1].bias.requires_grad
+
+
+def test_plain_layers_come_back_with_the_same_outputs():
+    net = wide_net()
+    x, _ = batch(0)
+    expected = net(x)
+    for module in list(net.modules()):
+        if parametrize.is_parametrized(module):
+            parametrize.remove_parametrizations(module, "weight")
+    assert not any("parametrizations" in name for name in net.state_dict())
+    torch.testing.assert_close(net(x), expected, rtol=0, atol=1e-12)
