@@ -66,6 +66,7 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
     if len(skipped) == len(wanted):
         raise NothingToConvert(_nothing_to_convert(model, skipped))
     new = {layer: build(_original(layer, norm), **options) for name, layer in wanted.items() if name not in skipped}
+    _settle(model)
     if skipped:
         warn(f"convert left alone: {_listing(skipped)}")
     converted = replace_modules(model, new)
@@ -89,8 +90,23 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
         raise NothingToConvert(
             f"to_batchnorm: {type(model).__name__} has no memorized layer; it is a plain model already"
         )
+    for layer in layers:
+        if isinstance(layer, RunningNorm) and not layer.evaluates_as_batchnorm:
+            raise OptionError(
+                f"to_batchnorm: {type(layer).__name__} does more in eval mode than batch norm, which could not take "
+                f"its place ({layer.extra_repr()})"
+            )
     detach(model)
+    _settle(model)
     return replace_modules(model, {layer: _original(layer, None) for layer in layers})
+
+
+def _settle(model: nn.Module) -> None:
+    """Undo what an earlier conversion did to the model besides replacing its norms."""
+    for name in norms.available():
+        settle = norms.get(name).settle
+        if settle is not None:
+            settle(model)
 
 
 def _original(layer: Any, norm: Any) -> Any:

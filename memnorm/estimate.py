@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from memnorm.errors import NothingToRecord, OptionError, check_module, is_whole, warn
 from memnorm.functional import Moments, batch_moments, merge
 from memnorm.layers import MemorizedBatchNorm, Recording
+from memnorm.norms.base import RunningNorm
 from memnorm.replay import buffers_restored
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -230,6 +231,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 def _change(layer: Any, new: Moments) -> float:
     """How far writing `new` moves the running statistics: the mean in standard deviations, the variance relatively."""
+    new = _for_layer(layer, new)
     mean, var = new.mean.to(layer.running_mean.dtype), new.var.to(layer.running_var.dtype)
     scale = new.var + layer.eps
     shift = (layer.running_mean - mean).abs() / scale.sqrt()
@@ -237,9 +239,15 @@ def _change(layer: Any, new: Moments) -> float:
     return float(torch.maximum(shift, growth).max())
 
 
+def _for_layer(layer: Any, moments: Moments) -> Moments:
+    """What the layer keeps of a population; not every norm keeps mean and variance."""
+    return layer.running_from(moments) if isinstance(layer, RunningNorm) else moments
+
+
 def _write(layer: Any, moments: Moments, batches: int) -> None:
     if isinstance(layer, MemorizedBatchNorm):
         layer.reset_memory()
+    moments = _for_layer(layer, moments)
     layer.running_mean.copy_(moments.mean)
     layer.running_var.copy_(moments.var)
     layer.num_batches_tracked.fill_(batches)

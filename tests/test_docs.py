@@ -14,13 +14,13 @@ from torch import nn
 import memnorm
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def code_blocks():
     for page in PAGES:
         for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
-            yield pytest.param(block, id=f"{page.name}-{number}")
+            yield pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
 
 
 @pytest.mark.parametrize("block", list(code_blocks()))
@@ -53,13 +53,14 @@ def test_every_quoted_code_line_of_the_equations_stands_in_its_file():
         assert line in [source.strip() for source in (ROOT / file).read_text().splitlines()], f"{file}: {line}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
-def test_generated_parts_are_those_of_the_records():
+def test_generated_parts_are_those_of_the_records(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
     spec = importlib.util.spec_from_file_location("docs_tool", ROOT / "tools/docs.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,25 +36,37 @@ class StepCost:
     high: float
 
 
-def measure(model: str = "resnet20", batch_size: int = 8, rounds: int = 12) -> list[StepCost]:
-    """Whole training steps on noise images of CIFAR's size."""
+def measure(
+    arms: Mapping[str, Mapping[str, Any]] = ARMS,
+    *,
+    model: str = "resnet20",
+    batch_size: int = 8,
+    rounds: int = 12,
+    evaluation: bool = False,
+) -> list[StepCost]:
+    """Whole training steps, or forwards in eval mode, on noise images of CIFAR's size. The first arm is the measure."""
     random = torch.Generator().manual_seed(0)
     images = torch.randn(batch_size, 3, 32, 32, generator=random)
     labels = torch.randint(10, (batch_size,), generator=random)
 
-    def stepper(arm: dict[str, str]) -> Callable[[int], object]:
-        training = Training(RunSpec(model=model, batch_size=batch_size, **arm), 10, (3, 32, 32), "cpu")  # type: ignore[arg-type]
+    def stepper(arm: Mapping[str, Any]) -> Callable[[int], object]:
+        training = Training(RunSpec(model=model, batch_size=batch_size, **arm), 10, (3, 32, 32), "cpu")
+        if evaluation:
+            training.step(0, images, labels)
+            training.model.eval()
+            return lambda iteration: training.model(images)
         return lambda iteration: training.step(iteration, images, labels)
 
-    steps = {name: stepper(arm) for name, arm in ARMS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
-    for iteration in range(2 + rounds):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step(iteration)
-            if iteration >= 2:  # the first ones allocate
-                seconds[name].append(time.perf_counter() - start)
-    return [_cost(name, seconds[name], seconds["BN"]) for name in ARMS]
+    steps = {name: stepper(arm) for name, arm in arms.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    with torch.set_grad_enabled(not evaluation):
+        for iteration in range(2 + rounds):
+            for name, step in steps.items():
+                start = time.perf_counter()
+                step(iteration)
+                if iteration >= 2:  # the first ones allocate
+                    seconds[name].append(time.perf_counter() - start)
+    return [_cost(name, seconds[name], next(iter(seconds.values()))) for name in arms]
 
 
 def _cost(arm: str, own: list[float], base: list[float]) -> StepCost:

@@ -42,13 +42,15 @@ class Norm:
         replace: from a batch norm and options to its replacement.
         records: its layers have the switch `recording`, which Double-Forward needs.
         state: what it keeps between batches, in words.
-        batch_one: it trains on one image per batch.
+        batch_one: it trains on a single value per channel, as one image has behind a global pool. On one image of
+            several pixels every norm trains.
         keeps_weights: a pretrained BN model evaluates the same after conversion.
         folds: in eval it is a fixed affine map per channel, which a convolution can absorb.
         double_forward: what Double-Forward is to it.
         learning_rate: what its authors recommend.
         refuse: the reason not to convert a model, or None.
         surgery: what else to change in the model, given the options, after the layers have been replaced.
+        settle: undoes the surgery; the model computes the same.
         scales_with_run: its options include `total_steps`, the length of the training.
     """
 
@@ -65,6 +67,7 @@ class Norm:
     learning_rate: str = "as for BN"
     refuse: Callable[[nn.Module], str | None] | None = None
     surgery: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
+    settle: Callable[[nn.Module], None] | None = None
     scales_with_run: bool = False
 
 

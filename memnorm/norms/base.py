@@ -200,6 +200,15 @@ class RunningNorm(Recording, _BatchNorm):
                 "value has no variance. Use a larger batch, or a norm that trains on one value (mbn, group, layer)."
             )
 
+    @property
+    def evaluates_as_batchnorm(self) -> bool:
+        """Whether eval is torch's batch norm on the running statistics, so that `to_batchnorm` can take its place."""
+        return True
+
+    def running_from(self, moments: Moments) -> Moments:
+        """The running statistics for a population of these moments."""
+        return moments
+
     def note(self) -> str:
         """What `memnorm.summary` says of the layer."""
         if self.running_mean is None:

@@ -145,10 +145,10 @@ class CrossIterationBatchNorm(WindowedNorm):
         """What the slopes give for the present weights and bias of `layer`, for mean and variance."""
         weight_CF = layer.weight.detach().flatten(1).to(dtype)
         grouped = weight_CF.unflatten(0, (slope_KGF.shape[1], -1))
-        mean_KC = torch.einsum("kgf,gcf->kgc", slope_KGF.to(dtype), grouped).flatten(1)
-        if layer.bias is not None:
-            mean_KC = mean_KC + layer.bias.detach().to(dtype)
-        return mean_KC, torch.einsum("kcf,cf->kc", slope_KCF.to(dtype), weight_CF)
+        with torch.autocast(weight_CF.device.type, enabled=False):
+            mean_KC = torch.einsum("kgf,gcf->kgc", slope_KGF.to(dtype), grouped).flatten(1)
+            var_KC = torch.einsum("kcf,cf->kc", slope_KCF.to(dtype), weight_CF)
+        return mean_KC if layer.bias is None else mean_KC + layer.bias.detach().to(dtype), var_KC
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         count = count_per_channel(x)
@@ -262,6 +262,7 @@ ENTRY: dict[str, Any] = {
     "name": "cbn",
     "title": "Cross-Iteration Batch Normalization",
     "paper": "Yao et al., Cross-Iteration Batch Normalization, CVPR 2021",
+    "batch_one": False,
     "replace": CrossIterationBatchNorm.replacing,
     "records": True,
     "state": "moments of the last k − 1 batches and their slopes: k − 1 copies of the weights",
@@ -269,4 +270,5 @@ ENTRY: dict[str, Any] = {
     "folds": True,
     "double_forward": "fresher statistics",
     "surgery": watch_sources,
+    "settle": unwatch_sources,
 }

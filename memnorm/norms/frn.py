@@ -76,6 +76,7 @@ ENTRY: dict[str, Any] = {
     "title": "Filter Response Normalization with TLU",
     "paper": "Singh and Krishnan, Filter Response Normalization Layer: Eliminating Batch Dependence in the Training of "
     "Deep Neural Networks, CVPR 2020",
+    "batch_one": False,
     "replace": FilterResponseNorm.replacing,
     "surgery": surgery,
     "learning_rate": "as for BN, after a warm-up",

@@ -55,7 +55,7 @@ class GhostBatchNorm(RunningNorm):
     def _whole_ghosts(self, x: Tensor) -> int:
         """How many ghost batches of exactly `ghost_size` come before what is left."""
         images, values = x.shape[0], count_per_channel(x) // x.shape[0]
-        if images > self.ghost_size and self.ghost_size * values == 1:
+        if self.ghost_size * values == 1:
             raise InputError(
                 f"GhostBatchNorm: ghost batches of {self.ghost_size} have one value per channel in an input of shape "
                 f"{tuple(x.shape)}, and one value has no variance: choose a larger ghost_size"

@@ -51,5 +51,6 @@ ENTRY: dict[str, Any] = {
     "title": "Instance Normalization",
     "paper": "Ulyanov, Vedaldi and Lempitsky, Instance Normalization: The Missing Ingredient for Fast Stylization, "
     "arXiv 2016",
+    "batch_one": False,
     "replace": replace,
 }

@@ -238,4 +238,5 @@ ENTRY: dict[str, Any] = {
     "folds": True,
     "double_forward": "fresher statistics",
     "surgery": centre_weights,
+    "settle": settle_weights,
 }

@@ -273,6 +273,7 @@ ENTRY: dict[str, Any] = {
     "Internal Covariate Shift in Deep Networks, ICML 2016",
     "replace": NormProp.replacing,
     "folds": True,
+    "learning_rate": "lower than for BN",
     "refuse": refuse,
     "surgery": surgery,
 }

@@ -154,5 +154,6 @@ ENTRY: dict[str, Any] = {
     "replace": WeightNormAffine.replacing,
     "state": "whether the first batch has been seen",
     "folds": True,
+    "learning_rate": "Adam at 0.003 on CIFAR-10",
     "surgery": surgery,
 }

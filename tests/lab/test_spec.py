@@ -186,6 +186,13 @@ def test_a_change_makes_another_specification_and_leaves_the_first_alone():
         first.but(seed=-1)
 
 
+@pytest.mark.parametrize("spec", [RunSpec(), Execution()], ids=lambda one: type(one).__name__)
+def test_a_specification_cannot_be_changed(spec):
+    for one in dataclasses.fields(spec):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(spec, one.name, None)
+
+
 def test_a_specification_does_not_change_with_the_options_it_was_made_from():
     options = {"width": 1}
     spec = RunSpec(model_options=options)

@@ -93,3 +93,11 @@ def test_the_activation_behind_stays():
     for norm in (group, layer, instance):
         net = convert(small_net(), norm.ENTRY)
         assert [type(one) for one in net].count(nn.ReLU) == 2
+
+
+def test_without_affine_map_the_layer_says_so_and_can_be_reset():
+    for norm in (group, layer, instance):
+        new = norm.ENTRY["replace"](random_batch_norm((2, 6, 3, 3), affine=False))
+        assert not new.affine
+        new.reset_parameters()
+        assert new(leaf((2, 6, 3, 3), seed=0)).shape == (2, 6, 3, 3)

@@ -138,10 +138,10 @@ def test_the_networks_of_the_paper_start_with_unit_moments(name):
 
 @pytest.mark.parametrize("count", [1, 2, 4, 9, 27])
 def test_the_constants_of_max_pooling_are_those_of_random_draws(count):
-    draws = randn(400_000, count, seed=count).amax(1).clamp(min=0)
+    draws = randn(100_000, count, seed=count).amax(1).clamp(min=0)
     mean, std = largest_of(count)
-    assert mean == pytest.approx(float(draws.mean()), abs=5e-3)
-    assert std == pytest.approx(float(draws.std()), abs=5e-3)
+    assert mean == pytest.approx(float(draws.mean()), abs=1e-2)
+    assert std == pytest.approx(float(draws.std()), abs=1e-2)
 
 
 def test_a_window_of_one_has_the_moments_of_a_rectified_gaussian():
@@ -234,7 +234,7 @@ def test_the_ratio_must_be_a_positive_number(ratio):
         convert(small_net(), normprop.ENTRY, ratio=ratio)
 
 
-@pytest.mark.parametrize(("name", "size"), [("resnet8", 8), ("resnet18", 32), ("resnet50", 32), ("googlenet", 32)])
+@pytest.mark.parametrize(("name", "size"), [("resnet8", 8), ("resnet50", 32), ("googlenet", 32)])
 def test_networks_with_branches_are_refused_with_the_reason(name, size):
     with torch.device("meta"):
         net = models.build(name, classes=5, image_shape=(3, size, size))

@@ -13,6 +13,7 @@ from windowkit import assert_states_equal, changed, converted, losses, state
 
 import memnorm
 from memnorm.errors import InputError, OptionError
+from memnorm.functional import batch_moments
 from memnorm.norms.online import ENTRY, OnlineNorm
 
 EPS = 1e-5
@@ -225,6 +226,14 @@ def test_a_checkpointed_forward_has_the_same_gradients_and_state(reentrant):
         (checkpoint(other, point, use_reentrant=reentrant) * probe).sum().backward()
         torch.testing.assert_close(point.grad, x.grad, rtol=0, atol=1e-12)
         assert_states_equal(state(other), state(plain), atol=1e-12)
+
+
+def test_the_moments_by_which_a_recomputed_batch_is_recognised_are_the_batchs():
+    x = leaf((4, 3, 2), seed=0).detach()
+    layer = layer_of()
+    torch.testing.assert_close(
+        tuple(layer._normalize(x, layer._read())[1]), tuple(batch_moments(x)), rtol=0, atol=1e-12
+    )
 
 
 def test_copies_and_checkpoints_go_on_alike():

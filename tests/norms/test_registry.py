@@ -1,0 +1,179 @@
+"""What the registry says of each norm is what the norm does."""
+
+import copy
+
+import pytest
+import torch
+from support import images, labels
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import memnorm
+from memnorm import norms
+from memnorm.layers import Recording
+
+EACH = norms.available()
+each_norm = pytest.mark.parametrize("name", EACH)
+
+
+def chain(seed=0):
+    """A network every norm can be put into: convolution, norm, rectifier, in a row."""
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+def pretrained():
+    """Batch norm with statistics and affine maps that matter."""
+    net = chain()
+    for seed in range(5):
+        net(2 * images(8, seed=seed) + 1)
+    with torch.no_grad():
+        for layer in net.modules():
+            if isinstance(layer, _BatchNorm):
+                layer.weight.uniform_(0.5, 2, generator=torch.Generator().manual_seed(1))
+                layer.bias.uniform_(-1, 1, generator=torch.Generator().manual_seed(2))
+    return net
+
+
+def step(net, batch, rate=0.01):
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(images(batch, seed=1)), labels(batch, seed=1)).backward()
+    optimizer.step()
+
+
+def test_the_norms_are_these():
+    wanted = (
+        "bn brn lagged_bn moving_bn weight_norm normprop group layer instance ghost frn evonorm_s0 momentum_bn mabn"
+    )
+    assert sorted(f"mbn cbn online {wanted}".split()) == EACH
+
+
+@each_norm
+def test_every_field_of_the_metadata_is_filled(name):
+    entry = norms.get(name)
+    assert entry.name == name
+    assert all(len(text) > 3 for text in (entry.title, entry.paper, entry.state, entry.learning_rate))
+    assert any(character.isdigit() for character in entry.paper), "a paper has a year"
+
+
+@each_norm
+def test_norms_that_record_have_the_switch_and_the_others_do_not(name):
+    net = memnorm.convert(chain(), name)
+    recording = [layer for layer in net.modules() if isinstance(layer, Recording)]
+    assert bool(recording) == norms.get(name).records
+
+
+@each_norm
+def test_double_forward_takes_norms_that_record_and_refuses_the_others(name):
+    net = memnorm.convert(chain(), name)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    if norms.get(name).records:
+        memnorm.double_forward(net, optimizer)
+        nn.functional.cross_entropy(net(images(4, seed=0)), labels(4, seed=0)).backward()
+        optimizer.step()
+    else:
+        with pytest.raises(memnorm.MemnormError, match="no layer that records"):
+            memnorm.double_forward(net, optimizer)
+
+
+@each_norm
+def test_a_norm_that_does_not_profit_from_double_forward_has_nothing_to_record(name):
+    assert (norms.get(name).double_forward == "no effect") == (not norms.get(name).records)
+
+
+@each_norm
+def test_pretrained_weights_are_kept_where_the_registry_says_so(name):
+    net = pretrained()
+    wanted = copy.deepcopy(net).eval()(images(4, seed=0))
+    found = memnorm.convert(net, name).eval()(images(4, seed=0))
+    assert torch.allclose(found, wanted, atol=1e-6) == norms.get(name).keeps_weights
+
+
+@each_norm
+def test_a_norm_that_folds_is_a_fixed_affine_map_per_channel_in_eval(name):
+    net = memnorm.convert(pretrained(), name)
+    step(net, 8)
+    net.eval()
+    layer, before = net[1], net[0](images(4, seed=0)).detach()
+    with torch.no_grad():
+        outputs = [layer(before * scale) for scale in (0.0, 1.0, 2.0)]
+    affine = torch.allclose(outputs[2] - outputs[1], outputs[1] - outputs[0], atol=1e-4)
+    other = before.clone()
+    other[1:] += 3.0  # other images, and other places
+    with torch.no_grad():
+        local = torch.allclose(layer(other)[:1], outputs[1][:1], atol=1e-5)
+    assert (affine and local) == norms.get(name).folds
+
+
+@each_norm
+def test_one_image_of_several_pixels_trains(name):
+    net = memnorm.convert(chain(), name)
+    step(net, 1)
+    assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
+
+
+@each_norm
+def test_one_value_per_channel_trains_where_the_registry_says_so(name):
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    net[1].running_mean.fill_(0.1)  # a model that has been trained
+    net = memnorm.convert(net, name)
+    x = torch.randn(1, 6, generator=torch.Generator().manual_seed(0))
+    try:
+        nn.functional.cross_entropy(net(x), torch.tensor([0])).backward()
+        trains = all(bool(p.grad.isfinite().all()) for p in net.parameters() if p.grad is not None)
+    except ValueError:
+        trains = False
+    assert trains == norms.get(name).batch_one
+
+
+@each_norm
+def test_a_norm_that_scales_with_the_run_takes_its_length(name):
+    if norms.get(name).scales_with_run:
+        memnorm.convert(chain(), name, total_steps=10)
+    else:
+        with pytest.raises((memnorm.MemnormError, TypeError)):
+            memnorm.convert(chain(), name, total_steps=10)
+
+
+@each_norm
+def test_state_dict_holds_all_that_training_changed(name):
+    """A fresh conversion that loads it evaluates the same, and goes on training the same."""
+    net = memnorm.convert(chain(), name)
+    for _ in range(3):
+        step(net, 4)
+    twin = memnorm.convert(chain(seed=1), name)
+    twin.load_state_dict(net.state_dict())
+    for model in (net, twin):
+        step(model, 4)
+    assert torch.equal(net.eval()(images(4, seed=9)), twin.eval()(images(4, seed=9)))
+
+
+@each_norm
+def test_buffers_stay_the_same_tensors(name):
+    net = memnorm.convert(chain(), name)
+    step(net, 4)  # some allocate their state by the first batch's shape
+    before = {key: buffer.data_ptr() for key, buffer in net.named_buffers()}
+    step(net, 4)
+    assert {key: buffer.data_ptr() for key, buffer in net.named_buffers()} == before
+
+
+@each_norm
+def test_eval_changes_nothing(name):
+    net = memnorm.convert(chain(), name)
+    step(net, 4)
+    net.eval()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    net(images(4, seed=5) + 3)
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+@each_norm
+def test_batches_of_any_size_follow_each_other(name):
+    net = memnorm.convert(chain(), name)
+    for batch in (4, 2, 7, 3):
+        step(net, batch)
+    assert net.eval()(images(5, seed=0)).isfinite().all()
