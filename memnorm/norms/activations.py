@@ -54,10 +54,7 @@ def _traced(wiring: Wiring, norms: Collection[nn.Module], kinds: Kinds) -> tuple
         if every(wiring.sites.get(norm, ()), lambda node: wiring.activation(wiring.behind(node), kinds))
     }
     own = {wiring.behind(node) for norm in followed for node in wiring.sites[norm]}
-    spare = {
-        module for module, sites in wiring.sites.items() if type(module) in kinds and every(sites, own.__contains__)
-    }
-    return followed, spare
+    return followed, {module for module, sites in wiring.sites.items() if every(sites, own.__contains__)}
 
 
 def _neighbours(model: nn.Module, norms: Collection[nn.Module], kinds: Kinds) -> tuple[set[nn.Module], set[nn.Module]]:

@@ -74,14 +74,12 @@ class BatchFreeNorm(nn.Module):
 
     def _affine(self, x: Tensor, scale: Tensor | float | None = None) -> Tensor:
         """γ · scale · x + β in the dtype of x."""
-        factor = per_channel(self.weight, x)
+        factor, shift = per_channel(self.weight, x), per_channel(self.bias, x)
         if scale is not None:
             factor = scale if factor is None else factor * scale
-        shift = per_channel(self.bias, x)
-        if isinstance(factor, Tensor) and shift is not None:
-            return torch.addcmul(shift, x, factor).to(x.dtype)
-        y = x if factor is None else x * factor
-        return (y if shift is None else y + shift).to(x.dtype)
+        if shift is None:
+            return x if factor is None else (x * factor).to(x.dtype)
+        return torch.addcmul(shift, x, factor).to(x.dtype)  # batch norm has no β without a γ
 
     def extra_repr(self) -> str:
         own = "".join(f", {name}={getattr(self, name)}" for name in self.OPTIONS)

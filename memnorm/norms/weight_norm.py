@@ -63,7 +63,7 @@ class WeightNormAffine(BatchFreeNorm):
         return new
 
     def _add_state(self, device: Any, dtype: Any) -> None:
-        self.register_buffer("initialized", torch.tensor(not self.data_init, device=device))
+        self.register_buffer("initialized", torch.tensor(False, device=device))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -72,7 +72,7 @@ class WeightNormAffine(BatchFreeNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check(input)
-        if self.training and not self._ready:
+        if self.training and not self._ready and not input.is_meta:
             self._ready = bool(self.initialized) or self._initialize(input.detach())
         return self._affine(input)
 
@@ -107,7 +107,7 @@ def surgery(model: nn.Module, options: Mapping[str, Any]) -> None:
         dimension = OUTPUT_DIMENSION.get(type(module))
         if weight is None or dimension is None or owners[id(weight)] > 1 or not _has_length(weight, dimension):
             continue
-        parametrizations.weight_norm(module, dim=dimension)
+        parametrizations.weight_norm(module, dim=dimension).train(module.training)
         if module in fixed:
             _fix_length(module)
 
@@ -134,7 +134,7 @@ def _one_group_or_plain(module: Any) -> bool:
 def _has_length(weight: Tensor, dimension: int) -> bool:
     """Whether every filter can be divided by its length."""
     others = [d for d in range(weight.dim()) if d != dimension]
-    return bool((torch.linalg.vector_norm(weight.detach(), dim=others) > 0).all())
+    return weight.is_meta or bool((torch.linalg.vector_norm(weight.detach(), dim=others) > 0).all())
 
 
 def _fix_length(module: Any) -> None:

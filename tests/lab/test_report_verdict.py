@@ -242,3 +242,14 @@ def test_an_average_is_over_the_same_seeds_at_every_batch_size():
 def test_the_text_is_the_headline_and_the_details():
     found = verdict(runs(BN=[None, None], MBN_2=GOOD))
     assert found.text.splitlines() == [found.headline, *found.details]
+
+
+def test_among_many_arms_the_verdict_is_short_and_beating_the_worst_is_no_merit():
+    """The sixth arm is far behind the best one, but the correction for fifteen comparisons hides that."""
+    good = {f"GOOD{index}": [4.0 + 0.1 * index + 0.3 * seed for seed in range(5)] for index in range(4)}
+    arms = {**good, "MIDDLE": [30.0, 50.0, 44.0, 61.0, 38.0], "WORST": [89.0, 90.1, 88.7, 90.3, 89.2]}
+    found = verdict({arm: {4: dict(enumerate(errors))} for arm, errors in arms.items()})
+    assert "MIDDLE" not in found.use
+    assert "WORST" in found.headline
+    assert set(found.use) <= set(good)
+    assert len(found.headline) < 400

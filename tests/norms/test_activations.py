@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from batch_free import convert
-from support import images, small_net
+from support import images
 from torch import nn
 
 from memnorm.errors import MemnormWarning
@@ -67,7 +67,7 @@ class Called(Net):
 
     def forward(self, x, scale=None):
         y = self.relu1(self.norm1(self.conv1(x)))
-        if scale is not None:
+        if scale:
             y = y * scale
         return y.view(x.size(0), -1)
 
@@ -130,18 +130,27 @@ def test_without_a_graph_the_place_in_a_sequence_decides_and_a_warning_says_so()
     assert isinstance(net.block[2], nn.Identity)
 
 
-def test_without_a_graph_a_shared_activation_stays():
-    class Untraceable(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x) if x.sum() > 0 else x
+class Untraceable(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
 
+
+def test_without_a_graph_a_shared_activation_stays():
     relu = nn.ReLU()
-    net = Untraceable(
-        nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), relu), nn.Sequential(nn.Conv2d(3, 3, 1), relu)
-    )
+    first = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Identity(), relu)
+    net = Untraceable(first, nn.Sequential(nn.Conv2d(3, 3, 1), relu))
     convert(net, frn.ENTRY)
-    assert net[0][2] is relu
+    assert net[0][3] is relu
     assert thresholds(net) == {"0.1": True}
+
+
+def test_without_a_graph_a_shared_norm_has_no_threshold():
+    norm = nn.BatchNorm2d(3)
+    net = Untraceable(nn.Sequential(norm, nn.ReLU()), nn.Sequential(norm, nn.Conv2d(3, 3, 1)))
+    with pytest.warns(MemnormWarning, match="1 of 1 norms"):
+        convert(net, frn.ENTRY)
+    assert thresholds(net) == {"0.0": False}
+    assert relus(net) == ["0.1"]
 
 
 def test_a_norm_that_the_trace_does_not_reach_is_judged_by_its_place():
@@ -198,8 +207,3 @@ def test_the_end_of_a_residual_branch_has_no_threshold():
         "bn1": True,
         "bn2": False,
     }
-
-
-def test_mode_is_kept():
-    net = convert(small_net().eval(), frn.ENTRY)
-    assert not any(one.training for one in net.modules())

@@ -42,6 +42,15 @@ def test_mode_and_dtype_are_the_batch_norms(norm):
     assert {value.dtype for value in new.parameters()} == {torch.float64}
 
 
+@named(ALL)
+def test_a_model_in_eval_mode_stays_there_in_all_its_parts(norm):
+    net = small_net().eval()
+    net[2].train()
+    convert(net, norm.ENTRY)
+    assert [one.training for one in net] == [False, False, True, *([False] * 6)]
+    assert not any(one.training for part in net[3:] for one in part.modules())
+
+
 @named(PER_IMAGE)
 def test_a_batch_norm_without_affine_map_gets_a_norm_without(norm):
     x = leaf((2, 6, 3, 3), seed=0)
@@ -50,6 +59,18 @@ def test_a_batch_norm_without_affine_map_gets_a_norm_without(norm):
     assert bare.weight is None
     assert bare.bias is None
     torch.testing.assert_close(bare.double()(x), full(x), rtol=0, atol=1e-12)
+
+
+@named(PER_IMAGE)
+def test_a_batch_norm_without_bias_gets_a_norm_without(norm):
+    bn = random_batch_norm((2, 6, 3, 3))
+    bn.bias = None
+    full = random_batch_norm((2, 6, 3, 3))
+    nn.init.zeros_(full.bias)
+    x = leaf((2, 6, 3, 3), seed=0)
+    new = replaced(norm, bn)
+    assert new.bias is None
+    torch.testing.assert_close(new(x), replaced(norm, full)(x), rtol=0, atol=1e-12)
 
 
 @named(PER_IMAGE)
@@ -171,6 +192,14 @@ def test_a_state_on_meta_can_be_made_real(norm):
     new.reset_parameters()
     torch.testing.assert_close(new.weight, torch.ones(6), rtol=0, atol=0)
     torch.testing.assert_close(new.bias, torch.zeros(6), rtol=0, atol=0)
+
+
+@named(ALL)
+def test_a_model_on_meta_is_converted(norm):
+    with torch.device("meta"):
+        net = small_net()
+    convert(net, norm.ENTRY)
+    assert net(torch.empty(2, 3, 8, 8, device="meta")).shape == (2, 5)
 
 
 @named(OWN)

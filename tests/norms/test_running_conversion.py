@@ -105,6 +105,16 @@ def test_from_one_norm_to_another_is_the_way_over_batch_norm(registered, name, o
 
 
 @each_norm
+@pytest.mark.parametrize("other", NAMES)
+def test_a_layer_replaced_by_its_class_leaves_nothing_behind(name, other):
+    plain = seasoned(nn.BatchNorm2d(3))
+    back = memnorm.to_batchnorm(replace(replace(copy.deepcopy(plain), name), other))
+    assert back.__dict__.keys() == plain.__dict__.keys()
+    assert repr(back) == repr(plain)
+    assert_same_state(back, plain)
+
+
+@each_norm
 def test_from_memorized_layers_the_memory_is_left_behind(registered, name):
     model = seasoned(memnorm.convert(nn.BatchNorm2d(3)))
     x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)

@@ -106,6 +106,8 @@ def test_without_running_statistics_it_is_batch_norm_on_the_batch(name, late):
     for mode in (True, False) if not late else (True,):
         x = drifting((8, 3, 5, 4), 1)
         assert_bitwise(layer.train(mode)(x), plain.train(mode)(x))
+    layer.train()(x * torch.inf)
+    assert all(buffer.isfinite().all() for buffer in layer.buffers())
 
 
 @each_norm

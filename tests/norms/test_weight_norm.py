@@ -119,8 +119,10 @@ def test_a_checkpoint_says_whether_the_first_batch_is_past():
     other(leaf((4, 6, 5), seed=1))
     torch.testing.assert_close(other.weight, layer.weight, rtol=0, atol=0)
     layer.load_state_dict(WeightNormAffine(6, dtype=torch.float64).state_dict())
+    assert layer.weight.tolist() == [1] * 6
     layer(leaf((4, 6, 5), seed=1))
-    assert not torch.equal(layer.weight, other.weight)
+    assert layer.initialized
+    assert layer.weight.tolist() != [1] * 6
 
 
 def test_the_flag_and_the_parameters_are_written_in_place():
@@ -241,6 +243,31 @@ def test_a_convolution_used_without_its_norm_as_well_keeps_its_length():
             return self.conv(self.norm(self.conv(x)))
 
     assert convert(Twice(), weight_norm.ENTRY).conv.parametrizations.weight.original0.requires_grad
+
+
+def test_a_convolution_whose_result_goes_elsewhere_as_well_keeps_its_length():
+    class Tapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            x = self.conv(x)
+            return self.norm(x) + x
+
+    assert convert(Tapped(), weight_norm.ENTRY).conv.parametrizations.weight.original0.requires_grad
+
+
+def test_a_norm_of_a_parameter_has_nothing_in_front():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.norm = nn.Parameter(randn(4, 3, seed=0).float()), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return x @ self.norm(self.table)
+
+    assert convert(Table(), weight_norm.ENTRY)(torch.ones(2, 4)).isfinite().all()
 
 
 def test_tied_parametrized_and_zero_weights_are_left_alone():

@@ -32,7 +32,7 @@ NORMALIZATION = {
 
 
 def digits(entry: DataSet, root: Path) -> Data:
-    """The split of examples/demo.py: a fixed random order, the first 500 to test on. A mirrored 2 is no digit."""
+    """A fixed random order, of which the first 500 are to test on. Not augmented: a mirrored 2 is no digit."""
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     raw = load_digits()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from memnorm.lab.statistics import CONFIDENCE, Difference, Sample, difference, holm, number, p_text
 
+MANY = 4  # arms; with more of them not every pair is told
 Results = Mapping[str, Mapping[int, Mapping[int, float | None]]]  # arm, batch size, seed: error in percent
 
 
@@ -126,6 +127,25 @@ class Scope:
         self.use = tuple(
             arm for arm in self.trained if arm not in self.failing and arm not in beaten and self._beats(arm)
         )
+        self.many = len(arms) > MANY
+        if self.many and self.use:
+            self.use = self._near_the_best()
+
+    def _near_the_best(self) -> tuple[str, ...]:
+        """Among many arms the correction is severe: to beat the worst is no merit. So an arm is recommended only if it
+        is not behind the best one by an uncorrected test either.
+        """
+        means = {
+            arm: Sample([error for size in self.sizes for error in _finished(self.results, arm, size).values()]).mean
+            for arm in self.use
+        }
+        best = min(means, key=lambda arm: means[arm])
+        behind = {
+            one.second
+            for one in self.comparisons
+            if one.first == best and one.difference.p is not None and one.difference.p < 1 - CONFIDENCE
+        }
+        return tuple(arm for arm in self.use if arm not in behind)
 
     def _beats(self, arm: str) -> bool:
         alone = bool(self.lost) and min(len(_finished(self.results, arm, size)) for size in self.sizes) >= 2
@@ -151,6 +171,10 @@ class Scope:
 
     def _reasons(self) -> list[str]:
         reasons = []
+        if self.many:
+            worse = dict.fromkeys(one.second for one in self.won if one.first in self.use)
+            reasons.append(f"found worse: {_all_of(worse)} (each against one of them, corrected p below 0.05)")
+            return reasons + ([f"among {_all_of(self.use)} no difference was found"] if len(self.use) > 1 else [])
         for arm in self.use:
             below = ", and ".join(self._below(one) for one in self.won if one.first == arm)
             reasons += [f"{'its' if len(self.use) == 1 else _of(arm)} error is {below}"] if below else []
@@ -172,7 +196,7 @@ class Scope:
         else:
             which = "the largest, " if len(self.tested) > 1 else ""
             words += f": {which}{_of(largest.first)} error {self._below(largest)}, may be chance"
-        if known:
+        if known and max(known) < 100:  # percent
             words += f"; a difference below about {_rounded(max(known))} points would not have been seen reliably"
         return words
 
@@ -219,10 +243,12 @@ def _assemble(overall: Scope, each: dict[int, Scope], bill: Bill, trouble: Seque
         headline = f"It depends on the batch size: {_by_size(each)}."
     else:
         across = f"averaged over batch sizes {_all_of(overall.sizes)}, " if each and overall.tested else ""
-        price = [f"{arm} takes {words}" for arm in overall.use if (words := bill.words(arm))]
+        told = () if overall.many else overall.use
+        price = [f"{arm} takes {words}" for arm in told if (words := bill.words(arm))]
         headline = f"{_capital(across + '; '.join([overall.sentence, *price]))}."
     use = () if depends else overall.use
-    prices = [f"{arm} takes {words}." for arm in overall.trained if arm not in use and (words := bill.words(arm))]
+    untold = [arm for arm in overall.trained if overall.many or arm not in use]
+    prices = [f"{arm} takes {words}." for arm in untold if (words := bill.words(arm))]
     cheapest = bill.cheapest(arm for arm in overall.trained if arm not in overall.failing)
     if cheapest and not depends and len(use) != 1:
         prices.append(f"The fastest of them is {cheapest}.")

@@ -1,0 +1,101 @@
+"""The generated parts of docs/norms/: the table of all norms, and what was measured of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memnorm import norms
+from memnorm.lab.spec import arm_name
+from memnorm.lab.statistics import Sample, difference
+
+MEASURED = re.compile(r"<!-- measured -->.*?(?=\n## )", re.DOTALL)
+
+
+def cost_of(costs: Mapping[str, Any], name: str, what: str) -> Mapping[str, float]:
+    model = "nin" if name == "normprop" else "resnet20"
+    return costs["costs"][f"{model}/{name}"][what]
+
+
+def overview(costs: Mapping[str, Any]) -> str:
+    """docs/norms/README.md."""
+    header = "| norm | train | eval | batch 1 | keeps BN weights | folds | Double-Forward | learning rate | state |"
+    lines = [
+        "# Norms",
+        "",
+        "What `memnorm.convert(model, name)` can put in place of batch norm. This page is made of the registry and of",
+        "`results/norm-costs.json` by `tools/docs.py`. A card each: "
+        + ", ".join(f"[{name}]({name}.md)" for name in norms.available())
+        + ".",
+        "",
+        header,
+        "|---" * (header.count("|") - 1) + "|",
+        *(f"| {' | '.join(_row(name, costs))} |" for name in norms.available()),
+        "",
+        "**train, eval**: time of a training step and of a forward in eval mode as multiples of BN's;",
+        f"{about(costs)}.",
+        "**batch 1**: *any* trains on a single value per channel, *images* needs more than one pixel. **keeps BN",
+        "weights**: a pretrained BN model evaluates the same after conversion. **folds**: in eval it is a fixed affine",
+        "map per channel, which a convolution can absorb. **learning rate**: what its authors",
+        "recommend. AdaBN is `memnorm.adapt`.",
+        "",
+        "| norm | paper |",
+        "|---|---|",
+        *(f"| `{name}` | {norms.get(name).paper} |" for name in norms.available()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, costs: Mapping[str, Any]) -> list[str]:
+    entry = norms.get(name)
+    return [
+        f"`{name}`",
+        *(f"{cost_of(costs, name, what)['ratio']:.2f}" for what in ("train", "eval")),
+        "any" if entry.batch_one else "images",
+        "yes" if entry.keeps_weights else "no",
+        "yes" if entry.folds else "no",
+        entry.double_forward,
+        entry.learning_rate,
+        entry.state,
+    ]
+
+
+def about(costs: Mapping[str, Any]) -> str:
+    where, floor = costs["where"], cost_of(costs, "bn again", "train")
+    return (
+        f"ResNet-20 (NormProp: NIN), batch size {costs['batch_size']}, median of {costs['rounds']} interleaved rounds; "
+        f"BN against BN gave {floor['ratio']:.2f} ({floor['low']:.2f} to {floor['high']:.2f}); "
+        f"commit {where['commit']}, torch {where['torch']}, {where['machine']}, {where['threads']} threads"
+    )
+
+
+def cards(folder: Path, costs: Mapping[str, Any], errors: Mapping[str, Mapping[int, float]]) -> dict[Path, str]:
+    """Every card with its measurements filled in."""
+    found = {}
+    for name in norms.available():
+        path = folder / f"{name}.md"
+        text = measured(name, costs, errors)
+        found[path] = MEASURED.sub(lambda _, text=text: f"<!-- measured -->\n{text}\n", path.read_text())
+    return found
+
+
+def measured(name: str, costs: Mapping[str, Any], errors: Mapping[str, Mapping[int, float]]) -> str:
+    train, evaluation = (cost_of(costs, name, what) for what in ("train", "eval"))
+    lines = [
+        f"A training step takes {train['ratio']:.2f} times BN's (middle half of the rounds: {train['low']:.2f} to "
+        f"{train['high']:.2f}), a forward in eval mode {evaluation['ratio']:.2f} times ([how and where](README.md)).",
+    ]
+    for scheme in ("single", "double"):
+        arm = arm_name(name, scheme)
+        if arm in errors:
+            gap = difference(errors[arm], errors["BN"]) if arm != "BN" else None
+            interval = gap.interval() if gap else None
+            beside = f"; {gap.mean:+.2f} against BN" if gap else ""
+            beside += f", 95 % interval {interval[0]:+.2f} to {interval[1]:+.2f}" if interval else ""
+            sample = Sample(list(errors[arm].values())).text
+            lines.append(f"Digits, batch size 4: {arm} {sample} % test error{beside}.")
+    lines.append("(600 steps; learning rate 0.1 or 0.01, whichever did better on held-out training images.)")
+    return "\n".join(lines)
