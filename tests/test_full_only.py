@@ -4,8 +4,8 @@ import os
 import random
 import subprocess
 import sys
-import time
 import sysconfig
+import time
 import venv
 from pathlib import Path
 

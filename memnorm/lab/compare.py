@@ -18,7 +18,7 @@ from memnorm.lab.report.model import memory_mb, step_ms
 from memnorm.lab.report.verdict import Cost, Verdict, verdict
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.statistics import Sample
-from memnorm.lab.store import Store, read_run
+from memnorm.lab.store import RunFolder, Store, StoredRun
 
 TUNING_SEED = 1000
 Runner = Callable[[Sequence[RunSpec]], list[Outcome]]
@@ -92,9 +92,13 @@ def _row(group: Sequence[Outcome], cost: Cost, tuned: bool) -> dict[str, Any]:
     }
 
 
+def _stored(folder: RunFolder, outcome: Outcome) -> StoredRun:
+    return StoredRun(folder.path, outcome.spec, folder.metrics(), outcome.result, {})
+
+
 def _cost(group: Sequence[Outcome], store: Store) -> Cost:
     """As the report counts it; the median over the seeds."""
-    runs = [read_run(store.run(outcome.spec).path) for outcome in group if outcome.status == "finished"]
+    runs = [_stored(store.run(outcome.spec), outcome) for outcome in group if outcome.status == "finished"]
 
     def median(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]

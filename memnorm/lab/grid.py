@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memnorm.errors import MemnormError
-from memnorm.lab.errors import DataMissing, Interrupted, LabError, RunHeld
+from memnorm.lab.errors import DataMissing, Interrupted, LabError, RunHeld, UsageError
 from memnorm.lab.listen import GridListener, Listener, Outcome, Relay, relay
 from memnorm.lab.signals import terminations_interrupt
 from memnorm.lab.spec import Execution, RunSpec
@@ -37,6 +37,8 @@ def run_all(
     listener: GridListener | None = None,
 ) -> list[Outcome]:
     """Run each of `specs` that is not done yet; `jobs` processes, or 0 for this one. In the order given."""
+    if jobs < 0:
+        raise UsageError(f"--jobs must not be negative; got {jobs}")
     listener = listener or GridListener()
     unique = list({spec.digest: spec for spec in specs}.values())
     work = _Work(store.root, execution, data_root)

@@ -123,9 +123,12 @@ class Training:
     def digest(self) -> str:
         """A hash of every weight and statistic: equal for runs that are equal bit for bit."""
         digest = hashlib.sha256()
-        for name, tensor in self.model.state_dict().items():
+        for name, value in self.model.state_dict().items():
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            if isinstance(value, Tensor):
+                digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+            else:  # a module's extra state
+                digest.update(repr(value).encode())
         return digest.hexdigest()[:32]
 
 

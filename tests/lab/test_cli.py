@@ -211,7 +211,8 @@ def test_compare_gives_every_batch_size_the_same_number_of_images(call, tmp_path
     rows = result_of(call(*COMPARE, "--norms", "bn", "--seeds", "1", "--json"))["rows"]
     assert [row["batch_size"] for row in rows] == [2, 4]
     specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/spec.yaml")]
-    assert {spec["batch_size"] * spec["iterations"] for spec in specs} == {26, 28}  # 26 images, in whole batches
+    assert {spec["batch_size"] * spec["iterations"] for spec in specs} == {28}
+    assert {spec["train_images"] for spec in specs} == {1296}  # no short last batch
 
 
 def test_compare_with_one_seed_claims_nothing(call):
@@ -235,6 +236,7 @@ def test_tuning_looks_at_held_out_training_images_only(call, tmp_path):
     ("words", "message"),
     [
         (["--norms", "bn,foo"], "there is no norm 'foo'"),
+        (["--jobs", "-1"], "--jobs must not be negative"),
         (["--norms", ""], "--norms needs at least one"),
         (["--norms", "group-2"], "Double-Forward needs"),
         (["--batch-sizes", "2,x"], "--batch-sizes needs positive numbers"),

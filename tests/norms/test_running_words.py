@@ -113,3 +113,11 @@ def test_random_parameters_are_those_of_a_batch_norm():
     layer = built("brn")
     randomize(layer, seed=5)
     assert [key for key, _ in layer.named_parameters()] == ["weight", "bias"]
+
+
+@each_norm
+def test_a_new_layer_takes_the_arguments_of_a_batch_norm(name):
+    layer = type(built(name))(3, 1e-3, 0.2, bias=False, dtype=torch.float64)
+    assert (layer.eps, layer.momentum, layer.bias) == (1e-3, 0.2, None)
+    assert layer.running_var.dtype == torch.float64
+    assert layer(leaf((4, 3, 2), seed=0)).isfinite().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,16 +92,18 @@ def ask(arguments: Any, base: RunSpec) -> compare.Question:
             raise UsageError(f"{name} needs at least one; got {value}")
     available = len(load_data(base, arguments.data_root).train)
     holdout = min(5000, available // 10) if arguments.tune else 0
-    images = base.train_images or available
-    if arguments.tune and base.train_images is None:
-        base = base.but(train_images=available - holdout)  # the same images for tuning and for the runs that count
-        images = available - holdout
+    trained = min(base.train_images or available, available - holdout)
+    whole = math.lcm(*sizes)
+    if whole <= trained:  # full batches at every size: as many images for each, and no last batch of one
+        trained -= trained % whole
+    base = base.but(train_images=trained)
+    images = math.ceil(arguments.epochs * trained / whole) * whole
     return compare.Question(
         base,
         tuple(arms.values()),
         tuple(sizes),
         arguments.seeds,
-        max(1, round(arguments.epochs * images)),
+        images,
         tuple(numbers(arguments.rates, float, "--rates")) if arguments.tune else (),
         holdout,
     )

@@ -140,7 +140,10 @@ def _state(store: Store, spec: RunSpec, item: Item, values: bool) -> str:
         return f"under way, {lines[-1]['iteration'] / spec.iterations:.0%}" if lines else "to do"
     if result["status"] == "diverged":
         return f"diverged at iteration {result['diverged_at']:,}"
-    metric = item.part.metric if isinstance(item.part, Cell) else "test_error"
+    part = item.part
+    metric = (
+        part.metric if isinstance(part, Cell) else "test_error" if "test_error" in part.metrics else part.metrics[0]
+    )
     return f"done: {result['final'][metric]:.2f}" if values else "done"
 
 

@@ -86,10 +86,11 @@ def verdict(
     if len(arms) == 1:
         return Verdict(f"One arm only, nothing to compare it with: {_means(results, arms, sizes)}.", trouble)
     bill = Bill(costs or {}, arms, baseline)
-    overall = Scope(results, arms, sizes, compare(results, arms, [sizes]))
     if len(sizes) == 1:
-        return _assemble(overall, {}, bill, trouble)
-    family = compare(results, arms, [(size,) for size in sizes])
+        return _assemble(Scope(results, arms, sizes, compare(results, arms, [sizes])), {}, bill, trouble)
+    # Either family can decide the verdict, so each gets half of the error that is allowed.
+    overall = Scope(results, arms, sizes, _twice(compare(results, arms, [sizes])))
+    family = _twice(compare(results, arms, [(size,) for size in sizes]))
     each = {size: Scope(results, arms, (size,), [one for one in family if one.sizes == (size,)]) for size in sizes}
     return _assemble(overall, each, bill, trouble)
 
@@ -108,6 +109,10 @@ def compare(results: Results, arms: Sequence[str], scopes: Iterable[Sequence[int
     for index, p in zip(known, holm([found[index].p or 0.0 for index in known]), strict=True):
         found[index] = replace(found[index], p=p)
     return found
+
+
+def _twice(comparisons: list[Comparison]) -> list[Comparison]:
+    return [one if one.p is None else replace(one, p=min(1.0, 2 * one.p)) for one in comparisons]
 
 
 class Scope:
