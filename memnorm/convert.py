@@ -17,7 +17,7 @@ from memnorm import norms
 from memnorm.double_forward import detach
 from memnorm.errors import NothingToConvert, OptionError, WrappedModelError, check_module, warn
 from memnorm.layers import MemorizedBatchNorm
-from memnorm.norms.base import RunningNorm, has_activation, restored
+from memnorm.norms.base import RunningNorm, behind, has_activation, restored
 from memnorm.norms.mbn import plain
 from memnorm.text import table
 
@@ -203,7 +203,7 @@ def _from_factory(factory: Callable[..., nn.Module]) -> Callable[..., nn.Module]
                 if own is not None and own.shape == buffer.shape:
                     own.copy_(buffer)
         new.train(layer.training)
-        return nn.Sequential(new, layer.drop, layer.act) if has_activation(layer) else new
+        return behind(layer, new)
 
     return build
 

@@ -50,7 +50,7 @@ class StrengthSchedule:
             )
         self._model = model
         self.total_steps = int(total_steps)
-        self.milestones = [_in_steps(milestone, total_steps) for milestone in milestones]
+        self.milestones = [in_steps(milestone, total_steps) for milestone in milestones]
         self.values = [check_strength(value) for value in values]
         if sorted(self.milestones) != self.milestones:
             raise OptionError(f"StrengthSchedule: milestones must increase; got {list(milestones)}")
@@ -89,7 +89,7 @@ class StrengthSchedule:
             layer.set_strength(self.get_last_strength())
 
 
-def _in_steps(milestone: float, total_steps: int) -> int:
+def in_steps(milestone: float, total_steps: int) -> int:
     """The first step at or after the milestone."""
     if is_whole(milestone) and milestone >= 0:
         return int(milestone)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memnorm.lab.data import EVALUATION_BATCH
 from memnorm.lab.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from memnorm.lab.store import StoredRun
 
-EVALUATION_BATCH = 250
 FORWARD = 1 / 3  # of a training step
 LEAST_STEP = 1e-4  # seconds; a noisy calibration must not promise less
 SMALL, LARGE = 2, 8  # batch sizes of the calibration

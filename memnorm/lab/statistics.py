@@ -166,11 +166,6 @@ def t_two_sided(t: float, df: float) -> float:
     return incomplete_beta(df / (df + square), df / 2, 0.5)
 
 
-def t_cdf(t: float, df: float) -> float:
-    tail = t_two_sided(t, df) / 2
-    return tail if t < 0 else 1 - tail
-
-
 @functools.cache
 def t_quantile(probability: float, df: float) -> float:
     """The t that Student's T stays below with this probability."""

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 import memnorm
 from memnorm.lab import data as data_sets
 from memnorm.lab import models
-from memnorm.lab.data import Data, Source, sweep
+from memnorm.lab.data import EVALUATION_BATCH, Data, Source, sweep
 from memnorm.lab.data.seeds import mix
 from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec
+from memnorm.schedule import in_steps
 
-EVALUATION_BATCH = 250
 SPLIT_SEED = 20180202  # of the images held out or left out: the same for every run
 
 
@@ -178,8 +178,7 @@ def learning_rate(spec: RunSpec, iteration: int) -> float:
     if iteration < spec.warmup:
         return rate * (iteration + 1) / (spec.warmup + 1)
     if spec.schedule == "step":
-        # the first step at or after the milestone, as StrengthSchedule counts
-        milestones = [math.ceil(one * spec.iterations - 1e-9 * spec.iterations) for one in spec.milestones]
+        milestones = [in_steps(one, spec.iterations) for one in spec.milestones]
         return rate * 0.1 ** bisect_right(milestones, iteration)
     if spec.schedule == "cosine":
         done = (iteration - spec.warmup) / (spec.iterations - spec.warmup)

@@ -223,7 +223,7 @@ def test_a_run_that_another_process_works_on_comes_last(nursery, store, jobs):
     code, heard = nursery.ended()
     assert code == 0
     assert statuses(heard) == [(spec.name, "finished") for spec in GOOD]
-    assert begun(heard) == [GOOD[0].name]
+    assert begun(heard)[-1] == GOOD[0].name  # GOOD[1] may begin after GOOD[2] when two work
     assert timeless(store.run(GOOD[0]).result()) == alone(GOOD[0])
 
 

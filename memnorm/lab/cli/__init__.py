@@ -54,7 +54,8 @@ def overview() -> str:
     commands = "\n".join(f"  {name:{width}}  {about}" for name, about in COMMANDS.items())
     return (
         f"memnorm {memnorm.__version__}: batch normalization with a memory, and the lab to judge it in\n\n"
-        f"{EXAMPLES}\ncommands:\n{commands}\n\n`memnorm COMMAND --help` says more."
+        f"{EXAMPLES}\ncommands:\n{commands}\n\n`memnorm COMMAND --help` says more.\n"
+        "Exit codes: 0 all well, 1 a run failed, 2 wrong usage, 3 data missing, 130 interrupted after saving."
     )
 
 

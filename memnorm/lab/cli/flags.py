@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import jsonargparse
 
 from memnorm.lab.errors import UsageError
+from memnorm.lab.spec import hints
 from memnorm.lab.store import check_root
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ def parser(command: str, what: str, examples: str, positional: str = "") -> json
 
 def add_fields(target: Any, cls: type, skip: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> None:
     """A flag for each field of a dataclass; `defaults` are other ones than the dataclass has."""
-    hints = get_type_hints(cls)
+    types = hints(cls)
     for field in dataclasses.fields(cls):
         if field.name in skip:
             continue
@@ -45,7 +46,7 @@ def add_fields(target: Any, cls: type, skip: Sequence[str] = (), defaults: Mappi
         if default is False:
             target.add_argument(flag, action="store_true", help=field.metadata["help"])
         else:
-            target.add_argument(flag, type=hints[field.name], default=default, help=field.metadata["help"])
+            target.add_argument(flag, type=types[field.name], default=default, help=field.metadata["help"])
 
 
 def filled(cls: type[T], arguments: Any, skip: Sequence[str] = ()) -> T:
@@ -60,13 +61,12 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def add_places(target: Any, data: bool = True) -> None:
+def add_places(target: Any) -> None:
     """Where runs and data are."""
     target.add_argument("--runs", type=Path, default=Path("runs"), help="folder that the runs are kept in")
-    if data:
-        help = "folder of the data sets; default: $MEMNORM_DATA, else the user's cache"
-        target.add_argument("--data-root", type=Path, default=None, help=help)
-        target.add_argument("--download", action="store_true", help="get the data set if it is missing")
+    help = "folder of the data sets; default: $MEMNORM_DATA, else the user's cache"
+    target.add_argument("--data-root", type=Path, default=None, help=help)
+    target.add_argument("--download", action="store_true", help="get the data set if it is missing")
 
 
 def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:

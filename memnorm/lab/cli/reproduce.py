@@ -57,8 +57,10 @@ def main(words: Sequence[str]) -> int:
         stderr().print("measuring this machine …", markup=False)
         known = estimate_time.measured(store.runs(), threads, machine())
         seconds = estimate_time.estimate(specs, threads=threads, known=known)
-        show = listing if arguments.list else queue
-        print(show(entries, specs, store, seconds, arguments))
+        if arguments.list:
+            print(listing(entries, specs, store, seconds, arguments))
+        else:
+            print(queue(specs, store, seconds, arguments))
         return OK
     return carry_out(entries, specs, store, execution, arguments)
 
@@ -186,9 +188,7 @@ def listing(
     )
 
 
-def queue(
-    entries: Sequence[Entry], specs: Sequence[RunSpec], store: Store, seconds: dict[str, float], arguments: Any
-) -> str:
+def queue(specs: Sequence[RunSpec], store: Store, seconds: dict[str, float], arguments: Any) -> str:
     todo = [spec for spec in specs if store.run(spec).result() is None]
     if arguments.json:
         return json.dumps([{"run": spec.name, "seconds": seconds.get(spec.digest)} for spec in todo], indent=1)

@@ -26,7 +26,10 @@ from memnorm.lab.errors import DataMissing, UsageError
 if TYPE_CHECKING:
     from memnorm.lab.data.plans import epoch_length, order, sweep
 
+EVALUATION_BATCH = 250  # images at a time; the result does not depend on it
+
 __all__ = [
+    "EVALUATION_BATCH",
     "Data",
     "DataSet",
     "Source",
