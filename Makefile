@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first command creates. Needs Python 3.10 or newer (tested: 3.11) and the package index.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2') memnorm/py.typed pyproject.toml README.md LICENSE
+SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2' -o -name '*.cpp' -o -name '*.h') memnorm/py.typed pyproject.toml setup.py README.md LICENSE
 
 .PHONY: test test-full demo lint format clean
 

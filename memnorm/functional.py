@@ -11,11 +11,16 @@ the biased variance.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional as F
+
+from memnorm.kernels import cpu
 
 
 class Moments(NamedTuple):
@@ -103,7 +108,9 @@ def memorized_batch_norm(
     `memory_weight` is the memory's weight in values per channel, strength included (λW in the docs). The memory is a
     constant: no gradient flows into it, and it may be overwritten after the call.
     """
-    memory = Moments(snapshot(memory_mean), snapshot(memory_var), memory_weight)
+    memory = Moments(memory_mean, memory_var, memory_weight)
+    if not reads_at_once(x, memory_mean):
+        memory = Moments(snapshot(memory_mean), snapshot(memory_var), memory_weight)
     return normalize_with_memory(x, weight, bias, memory, eps)[0]
 
 
@@ -111,12 +118,14 @@ def normalize_with_memory(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, memory: Moments, eps: float, *, shift: bool = True
 ) -> tuple[Tensor, Moments]:
     """`memorized_batch_norm`, and the batch's own moments (constants). The caller gives up `memory`'s tensors: they
-    must not change before backward.
+    must not change before backward, unless `reads_at_once`.
     """
+    if shift and reads_at_once(x, memory.mean):
+        return _on_kernels(x, weight, bias, memory, eps)
     dtype = statistics_dtype(x.dtype)
     memory_weight = torch.as_tensor(memory.weight, device=x.device)
     memory = Moments(memory.mean.to(dtype), memory.var.to(dtype), memory_weight.to(dtype).detach())
-    if shift and _is_plain(x):
+    if shift and is_plain(x):
         y, mean, var = _MemorizedBatchNorm.apply(x, weight, bias, *memory, eps)
         return y, Moments(mean, var, count_per_channel(x))
     batch = batch_moments(x)
@@ -124,7 +133,77 @@ def normalize_with_memory(
     return y, Moments(batch.mean.detach(), batch.var.detach(), batch.weight)
 
 
-def _is_plain(x: Tensor) -> bool:
+def reads_at_once(x: Tensor, memory_mean: Tensor) -> bool:
+    """Whether the kernels normalise `x`: they copy what they read of the memory, which may then change."""
+    return cpu.takes(x, memory_mean)
+
+
+def train_on_kernels(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, memory: cpu.Memory, recording: bool
+) -> Tensor:
+    """A whole training forward of a layer in one call: `x` normalised with the memory, and recorded into it."""
+    run = functools.partial(cpu.train, memory=memory, recording=recording)
+    return _differentiably(run, x, weight, bias, eps)
+
+
+def _on_kernels(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, memory: Moments, eps: float
+) -> tuple[Tensor, Moments]:
+    found: list[Tensor] = []
+
+    def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        y, saved = cpu.forward(x, weight, bias, eps, (memory.mean, memory.var, float(memory.weight)))
+        found.append(saved)
+        return y, saved
+
+    y = _differentiably(run, x, weight, bias, eps)
+    saved = cpu.Saved.of(found[0])
+    return y, Moments(saved.batch_mean, saved.batch_var, count_per_channel(x))
+
+
+def _differentiably(
+    run: Callable[..., tuple[Tensor, Tensor]], x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    if torch.is_grad_enabled() and (
+        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+    ):
+        y: Tensor = _Kernels.apply(x, weight, bias, eps, run)  # type: ignore[attr-defined]
+        return y
+    return run(x, weight, bias, eps)[0]
+
+
+class _Kernels(_SingleLevelFunction):
+    """The whole layer as one node that saves its input and six vectors of C numbers. `run` is the forward.
+
+    Not an `autograd.Function`, whose `apply` prepares for functorch: that costs as much as a small layer, and `takes`
+    has made sure that no transform is active.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, run):
+        y, saved = run(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, saved)
+        ctx.layer = eps, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        x, weight, saved = ctx.saved_tensors
+        eps, bias_dtype = ctx.layer
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled() or not cpu.takes(grad_y, saved):
+            # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
+            memory = cpu.Saved.of(saved)
+            hat = merge(Moments(memory.memory_mean, memory.memory_var, memory.memory_weight), batch_moments(x))
+            grad_x, grad_weight, grad_bias = _backward_formula(grad_y, x, weight, hat, eps, needs)
+        else:
+            grad_x, grad_weight, grad_bias = cpu.backward(grad_y, x, weight, saved, needs[0])
+        grad_weight = _to(grad_weight, weight.dtype) if needs[1] else None
+        grad_bias = _to(grad_bias, bias_dtype) if needs[2] else None
+        return grad_x if needs[0] else None, grad_weight, grad_bias, None, None
+
+
+def is_plain(x: Tensor) -> bool:
     """Whether autograd alone is looking: a compiler, a functorch transform or forward-mode AD each needs operations it
     can see through.
     """
@@ -224,4 +303,4 @@ def _backward_formula(grad_y, x, weight, hat, eps, _needs):
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
+    return tensor if tensor is None or tensor.dtype is dtype else tensor.to(dtype)

@@ -21,17 +21,16 @@ from memnorm.functional import (
     Moments,
     batch_moments,
     count_per_channel,
-    merge,
     normalize_with_memory,
-    pool,
-    snapshot,
+    reads_at_once,
     statistics_dtype,
+    train_on_kernels,
 )
-from memnorm.recompute import Readings, inside_backward
+from memnorm.kernels import cpu
+from memnorm.memory import Remembering
+from memnorm.recompute import Readings, inside_backward, may_be_recomputed
 from memnorm.state import (
-    POOLED,
     SLOTS,
-    STATISTICS,
     apply_keeping_width,
     channel_mismatch,
     complete_checkpoint,
@@ -54,11 +53,11 @@ class Recording:
         return {
             name: value
             for name, value in self.__dict__.items()
-            if name not in ("recording", "_readings", "_watched_by")
+            if name not in ("recording", "_readings", "_watched_by", "_written_at")
         }
 
 
-class MemorizedBatchNorm(Recording, _BatchNorm):
+class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
     """What the layers for 1-d, 2-d and 3-d data share. Use those.
 
     Args:
@@ -82,17 +81,8 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
     weight: nn.Parameter | None  # type: ignore[assignment]
     bias: nn.Parameter | None  # type: ignore[assignment]
-    running_mean: Any  # Tensor, or None without track_running_stats
-    running_var: Any
-    num_batches_tracked: Any
-    running_weight: Tensor
-    memory_mean: Tensor
-    memory_var: Tensor
-    memory_count: Tensor
-    strength: Tensor
     _plain_dtype: torch.dtype  # of a plain batch norm's statistics in place of this layer
     _seasoned: int | None = None  # version of the strength with which there was something to merge a batch with
-    _shift_between_means: bool = True  # False is the paper's Eq. 4, for its ablation
 
     def __init__(
         self,
@@ -151,6 +141,28 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
     def _forward(self, input: Tensor) -> Tensor:
         self._check_input(input)
+        output = self._forward_on_kernels(input)
+        return self._forward_in_torch(input) if output is None else output
+
+    def _forward_on_kernels(self, x: Tensor) -> Tensor | None:
+        """A training forward in one call; None if something asks for more than that."""
+        mean = self._buffers["running_mean"]
+        if not (
+            self.training
+            and self.track_running_stats
+            and mean is not None
+            and cpu.takes(x, mean)
+            and x.numel() > self.num_features
+            and self._shift_between_means
+            and not inside_backward()
+            and not may_be_recomputed()
+        ):
+            return None
+        memory = self._kernels_memory()
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        return None if memory is None else train_on_kernels(x, weight, bias, self.eps, memory, self.recording)
+
+    def _forward_in_torch(self, input: Tensor) -> Tensor:
         if not (self.training and self.track_running_stats) or self.running_mean is None:
             return self._plain_forward(input)
         count = count_per_channel(input)
@@ -160,15 +172,17 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             )
         if count == 1:
             self._require_statistics(input)
-        replaying = not torch.compiler.is_compiling() and inside_backward()
+        compiling = torch.compiler.is_compiling()
+        replaying = not compiling and inside_backward()
         memory = self._recall(input) if replaying else None
         if memory is None:
-            memory = self._read(count)
+            at_once = self._shift_between_means and reads_at_once(input, self.running_mean)
+            memory = self._read(count, at_once)
         output, batch = normalize_with_memory(
             input, self.weight, self.bias, memory, self.eps, shift=self._shift_between_means
         )
         if not replaying:
-            if not torch.compiler.is_compiling():
+            if not compiling:
                 self._kept_readings.keep(batch, memory)
             if self.recording:
                 self._record(batch)
@@ -187,26 +201,6 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             weight, bias, mean, var = (None if t is None else t.to(dtype) for t in (weight, bias, mean, var))
         return F.batch_norm(x, mean, var, weight, bias, use_batch, 0.0, self.eps)
 
-    def _read(self, count: Tensor | float) -> Moments:
-        """A copy of the memory as this forward sees it, its weight multiplied by the strength.
-
-        With `momentum=None` torch's tools accumulate statistics over batches that are each normalised on their own; so
-        do we.
-        """
-        weight = self.strength * (0 if self.momentum is None else self._weight_now(count))
-        return Moments(snapshot(self.running_mean), snapshot(self.running_var), snapshot(weight))
-
-    def _weight_now(self, count: Tensor | float) -> Tensor:
-        """W, where nothing is recorded yet the weight of the statistics that stand in. Tensors all the way: no host
-        sync, no branch.
-        """
-        prior = self._stands_in().to(self.running_weight.dtype) * (self.prior_weight * count)
-        return torch.where(self.running_weight == 0, prior, self.running_weight)
-
-    def _stands_in(self) -> Tensor:
-        trained: Tensor = (self.running_mean != 0).any() | (self.running_var != 1).any()
-        return trained | (self.prior_from_init and self.momentum is not None)
-
     def _recall(self, x: Tensor) -> Moments | None:
         return self._kept_readings.recall(batch_moments(x.detach()))
 
@@ -215,43 +209,6 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         if "_readings" not in self.__dict__:
             self._readings = Readings()
         return self._readings
-
-    @torch.no_grad()
-    def _record(self, batch: Moments) -> None:
-        """Make `batch` the newest remembered one and pool the memory again. Every buffer changes in place; a batch that
-        is not finite changes none.
-        """
-        batch = Moments(batch.mean.to(self.running_mean.dtype), batch.var.to(self.running_mean.dtype), batch.weight)
-        weight = self._weight_now(batch.weight)
-        slots = self._shifted(batch, weight)
-        if self.momentum is None or self.memory_size is None:
-            fade = 1.0 if self.momentum is None else self.decay
-            pooled = merge(
-                Moments(self.running_mean, self.running_var, weight * fade), batch, shift=self._shift_between_means
-            )
-        else:
-            age = torch.arange(self.memory_size, device=weight.device, dtype=self.memory_count.dtype)
-            pooled = pool(slots[0], slots[1], slots[2] * self.decay**age, shift=self._shift_between_means)
-        finite = (pooled.mean.isfinite() & pooled.var.isfinite()).all()
-        old = [self.get_buffer(name) for name in (STATISTICS if slots else POOLED)]
-        new = [torch.where(finite, value, buffer) for value, buffer in zip((*pooled, *slots), old, strict=True)]
-        # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU, which running_weight may be.
-        torch._foreach_copy_(old, new)
-        self.num_batches_tracked.add_(finite)
-
-    def _shifted(self, batch: Moments, weight: Tensor) -> tuple[Tensor, ...]:
-        """The slots with `batch` in front of them; statistics that stood in for an empty memory become its oldest
-        entry.
-        """
-        if not self.memory_size:
-            return ()
-        stood_in = (self.running_weight == 0) & (weight > 0)
-        newest = (batch.mean, batch.var, torch.as_tensor(batch.weight, device=weight.device, dtype=weight.dtype))
-        prior = (self.running_mean, self.running_var, weight)
-        slots = (self.memory_mean, self.memory_var, self.memory_count)
-        second = (torch.where(stood_in, value, slot[0]) for value, slot in zip(prior, slots, strict=True))
-        rows = zip(newest, second, slots, strict=True)
-        return tuple(torch.cat([a[None], b[None], slot[1:]])[: self.memory_size] for a, b, slot in rows)
 
     @torch.no_grad()
     def reset_memory(self) -> None:

@@ -53,6 +53,11 @@ def inside_function() -> bool:
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
+def may_be_recomputed() -> bool:
+    """Whether the running forward may run again inside backward."""
+    return inside_function() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 class Reading(NamedTuple):
     """What one training forward read (`memory`), and the batch it read it for."""
 
@@ -86,7 +91,11 @@ class Readings:
             bounded = getattr(hooks[1], "__module__", None) != checkpoint.__name__
         else:
             return
-        shelf.append(Reading(torch._C._autograd._get_sequence_nr(), batch, memory))
+        # The layer may be about to overwrite what it read.
+        mean, var, weight = memory
+        kept = torch.tensor(weight, dtype=torch.float64) if isinstance(weight, float) else weight.clone()
+        copied = Moments(mean.clone(), var.clone(), kept)
+        shelf.append(Reading(torch._C._autograd._get_sequence_nr(), batch, copied))
         if bounded and len(shelf) > BOUND:
             self._last_dropped = shelf.popleft().sequence
 

@@ -35,23 +35,23 @@ def test_a_compiled_training_is_the_eager_one_and_compiles_once(backend):
     torch.testing.assert_close(compiled.eval()(x), eager.eval()(x), rtol=0, atol=1e-12)
 
 
-def train(call, optimizer, steps):
+def train(call, optimizer, steps, dtype=torch.float32):
     for step in range(steps):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(call(images(4, seed=step)), labels(4, seed=step)).backward()
+        nn.functional.cross_entropy(call(images(4, seed=step, dtype=dtype)), labels(4, seed=step)).backward()
         optimizer.step()
 
 
 def test_double_forward_of_the_compiled_module_is_the_eager_one():
     torch._dynamo.reset()
-    eager = memnorm.convert(small_net(), memory_size=3)
+    eager = memnorm.convert(small_net(dtype=torch.float64), memory_size=3)
     inner = copy.deepcopy(eager)
     compiled = torch.compile(inner, fullgraph=True, backend="aot_eager")
     for net in (eager, compiled):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         memnorm.double_forward(net, optimizer)
-        train(net, optimizer, steps=5)
-    assert_same_state(inner, eager, atol=1e-5)
+        train(net, optimizer, steps=5, dtype=torch.float64)
+    assert_same_state(inner, eager, atol=1e-12)
 
 
 def test_a_module_compiled_before_the_hook_is_an_error_that_says_what_to_pass():

@@ -1,0 +1,224 @@
+"""The kernels for the processor: tensors here, addresses in the compiled module.
+
+`forward` and `backward` are the whole layer in one call each, `record` is the memory's update; all write through
+addresses, so they take plain strided tensors only, with nothing looking over autograd's shoulder (`takes`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import _C, Tensor, nn
+from torch._prims_common import suggest_memory_format
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
+
+from memnorm.errors import warn
+
+_KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 0}
+_PLAIN = (Tensor, nn.Parameter)
+_CHANNELS_LAST: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@functools.cache
+def module() -> Any:
+    """The compiled module, or None where it is switched off or was not built; in that case said once."""
+    if os.environ.get("MEMNORM_KERNELS", "").lower() == "off":
+        return None
+    try:
+        return importlib.import_module("memnorm.kernels._cpu")
+    except ImportError as error:
+        warn(
+            f"memnorm's kernels for the processor are not there ({error}); torch operations take their place, several "
+            "times slower. Install memnorm where a C++ compiler is, or set MEMNORM_KERNELS=off to hide this."
+        )
+        return None
+
+
+def takes(x: Tensor, statistics: Tensor) -> bool:
+    """Whether the kernels can normalise `x` by statistics such as these."""
+    if is_compiling():
+        return False
+    dtype = x.dtype
+    return (
+        type(x) in _PLAIN
+        and x.is_cpu
+        and dtype in _KINDS
+        and type(statistics) in _PLAIN
+        and statistics.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+        and statistics.is_cpu
+        and statistics.is_contiguous()
+        and x.layout is torch.strided
+        and x.numel() > 0
+        and not x.is_neg()
+        and not _C._are_functorch_transforms_active()
+        and not _C._len_torch_dispatch_stack()
+        and not _C._is_tracing()
+        and forward_ad._current_level < 0
+        and module() is not None
+    )
+
+
+def forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, memory: tuple[Tensor, Tensor, float]
+) -> tuple[Tensor, Tensor]:
+    """The output, and what `Saved` reads."""
+    mean, var, memory_weight = memory
+    return _run(module().forward, x, weight, bias, eps, (mean.data_ptr(), var.data_ptr(), memory_weight), mean.dtype)
+
+
+def train(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, memory: Memory, recording: bool
+) -> tuple[Tensor, Tensor]:
+    """`forward` with a layer's memory, into which the batch then goes if `recording`."""
+    found = _run(module().train, x, weight, bias, eps, (*memory.arguments, recording), memory.dtype)
+    if recording:
+        increment_version(memory.buffers)
+    return found
+
+
+def _run(
+    function: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    arguments: tuple[Any, ...],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    data, _, planes, n, c, length = _arranged(x)
+    weight, bias = _vector(weight, dtype), _vector(bias, dtype)
+    y, saved = torch.empty_like(data), torch.empty(6 * c + 1, dtype=dtype)
+    function(
+        _KINDS[data.dtype],
+        planes,
+        torch.get_num_threads(),
+        n,
+        c,
+        length,
+        data.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        eps,
+        saved.data_ptr(),
+        *arguments,
+    )
+    return y if y.dtype is x.dtype else y.to(x.dtype), saved
+
+
+class Saved(NamedTuple):
+    """What `forward` leaves behind the output: vectors of C, and the memory's weight."""
+
+    memory_mean: Tensor
+    memory_var: Tensor
+    hat_mean: Tensor
+    hat_inv: Tensor
+    batch_mean: Tensor
+    batch_var: Tensor
+    memory_weight: Tensor
+
+    @classmethod
+    def of(cls, saved: Tensor) -> Saved:
+        return cls(*saved[:-1].view(6, -1).unbind(), saved[-1])  # type: ignore[call-arg]
+
+
+def backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor, wants_x: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Gradients with respect to the data, weight and bias; the last two in the statistics' dtype."""
+    data, memory_format, planes, n, c, length = _arranged(x)
+    dtype = saved.dtype
+    if grad_y.dtype is not data.dtype or not grad_y.is_contiguous(memory_format=memory_format):
+        grad_y = grad_y.to(data.dtype).contiguous(memory_format=memory_format)
+    grad_x = torch.empty_like(data) if wants_x else None
+    grad_weight, grad_bias = torch.empty(c, dtype=dtype), torch.empty(c, dtype=dtype)
+    weight = _vector(weight, dtype)
+    module().backward(
+        _KINDS[data.dtype],
+        planes,
+        torch.get_num_threads(),
+        n,
+        c,
+        length,
+        data.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
+        grad_y.data_ptr(),
+        0 if grad_x is None else grad_x.data_ptr(),
+        saved.data_ptr(),
+        grad_weight.data_ptr(),
+        grad_bias.data_ptr(),
+    )
+    if grad_x is not None and grad_x.dtype is not x.dtype:
+        grad_x = grad_x.to(x.dtype)
+    return grad_x, grad_weight, grad_bias
+
+
+def _arranged(x: Tensor) -> tuple[Tensor, Any, bool, int, int, int]:
+    """`x` in a kind and layout that the kernels read, that layout, whether it is planes, and N, C, L; see `layer.h`."""
+    n, c = x.shape[0], x.shape[1]
+    length = x.numel() // (n * c)
+    if x.dtype is torch.float16:
+        x = x.float()
+    if x.is_contiguous():
+        return x, torch.contiguous_format, c > 1 and length > 1, n, c, length
+    memory_format = _CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    if memory_format is not torch.contiguous_format and x.is_contiguous(memory_format=memory_format):
+        return x, memory_format, False, n, c, length
+    return _arranged(x.contiguous(memory_format=suggest_memory_format(x)))
+
+
+def _vector(vector_C: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """In the statistics' dtype and dense."""
+    if vector_C is None or (vector_C.dtype is dtype and vector_C.is_contiguous()):
+        return vector_C
+    return vector_C.to(dtype).contiguous()
+
+
+class Memory:
+    """A layer's memory as the kernels write it: its buffers, and the rules by which they change."""
+
+    NAMES = (
+        "running_mean",
+        "running_var",
+        "running_weight",
+        "num_batches_tracked",
+        "memory_mean",
+        "memory_var",
+        "memory_count",
+    )
+
+    def __init__(self, buffers: Mapping[str, Any], rules: tuple[float, float, bool, bool, bool]) -> None:
+        """`rules` are decay, prior_weight, and whether initial statistics count as a prior, batches are pooled evenly,
+        and the shift between means counts.
+        """
+        self.strength = buffers["strength"]
+        self.buffers = [buffers[name] for name in self.NAMES]
+        self.dtype = self.buffers[0].dtype
+        self.addresses = [self.strength.data_ptr(), *[buffer.data_ptr() for buffer in self.buffers]]
+        self.arguments = (*self.addresses, len(buffers["memory_count"]), *rules)
+
+    def writable(self) -> bool:
+        """Whether every buffer can be written through its address."""
+        dtypes = {"num_batches_tracked": torch.int64, "strength": torch.float64}
+        named = zip((*self.NAMES, "strength"), (*self.buffers, self.strength), strict=True)
+        return module() is not None and all(
+            type(one) in _PLAIN
+            and one.is_cpu
+            and one.is_contiguous()
+            and not one.is_inference()
+            and one.dtype == dtypes.get(name, self.dtype)
+            for name, one in named
+        )
+
+
+def record(memory: Memory, mean: Tensor, var: Tensor, count: float) -> None:
+    """Make a batch the newest remembered one, in place; see `record.h`."""
+    module().record(_KINDS[mean.dtype], mean.numel(), *memory.arguments[1:], mean.data_ptr(), var.data_ptr(), count)
+    increment_version(memory.buffers)

@@ -1,0 +1,84 @@
+// The passes over data in planes: contiguous N × C × L. A slice is a range of images.
+#pragma once
+
+#include "layer.h"
+
+struct Planes {
+    static constexpr int64_t TILE = 2048;  // values of a channel that stay in the nearest cache
+
+    // Call tile(first, last, at, length) for tile after tile: `length` values from `at` on in planes of images [first, last).
+    template <class Job, class Tile> INLINE void tiles(const Job &job, int64_t begin, int64_t end, Tile tile) {
+        int64_t images = job.l < TILE ? TILE / job.l : 1, piece = job.l < TILE ? job.l : TILE;
+        for (int64_t first = begin; first < end; first += images)
+            for (int64_t at = 0; at < job.l; at += piece)
+                tile(first, first + images < end ? first + images : end, at, at + piece < job.l ? piece : job.l - at);
+    }
+
+    template <class Job> INLINE Set measure(const Job &job, int64_t c, int64_t begin, int64_t end) {
+        using S = typename Job::S;
+        Set set;
+        tiles(job, begin, end, [&](int64_t first, int64_t last, int64_t at, int64_t length) INLINED {
+            double count = double(last - first) * double(length);
+            S sums[LANES] = {}, rest[LANES] = {}, squares[LANES] = {};
+            for (int64_t n = first; n < last; n++) add(job.x + (n * job.c + c) * job.l + at, length, sums);
+            S centre = S(total(sums) / count);
+            for (int64_t n = first; n < last; n++)
+                add_deviations(job.x + (n * job.c + c) * job.l + at, length, centre, rest, squares);
+            double missed = total(rest) / count;
+            set.join(count, centre + missed, total(squares) - missed * missed * count);
+        });
+        return set;
+    }
+
+    template <class Job> INLINE void transform(const Job &job, int64_t c, int64_t begin, int64_t end) {
+        using S = typename Job::S;
+        S mean = job.hat_mean[c], scale = job.scale(c), offset = job.offset(c);
+        for (int64_t n = begin; n < end; n++) {
+            const auto *x = job.x + (n * job.c + c) * job.l;
+            auto *y = job.y + (n * job.c + c) * job.l;
+#pragma omp simd
+            for (int64_t i = 0; i < job.l; i++) store(y + i, S((load(x + i) - mean) * scale + offset));
+        }
+    }
+
+    template <class Job> INLINE Sums add_up(const Job &job, int64_t c, int64_t begin, int64_t end) {
+        using S = typename Job::S;
+        Sums sums;
+        S mean = job.hat_mean[c];
+        tiles(job, begin, end, [&](int64_t first, int64_t last, int64_t at, int64_t length) INLINED {
+            S gradients[LANES] = {}, products[LANES] = {};
+            for (int64_t n = first; n < last; n++) {
+                int64_t start = (n * job.c + c) * job.l + at;
+                add_products(job.x + start, job.g + start, length, mean, gradients, products);
+            }
+            sums.gradient += total(gradients);
+            sums.product += total(products);
+        });
+        return sums;
+    }
+
+    template <class Job> INLINE void differentiate(const Job &job, int64_t c, int64_t begin, int64_t end) {
+        using S = typename Job::S;
+        S mean = job.hat_mean[c], scale = job.scale[c], slope = job.slope[c], offset = job.offset[c];
+        for (int64_t n = begin; n < end; n++) {
+            const auto *x = job.x + (n * job.c + c) * job.l, *g = job.g + (n * job.c + c) * job.l;
+            auto *dx = job.dx + (n * job.c + c) * job.l;
+#pragma omp simd
+            for (int64_t i = 0; i < job.l; i++)
+                store(dx + i, S(scale * load(g + i) + (slope * (load(x + i) - mean) + offset)));
+        }
+    }
+
+    template <class Job> INLINE void measure(const Job &job, int64_t begin, int64_t end, Set *sets) {
+        for (int64_t c = 0; c < job.c; c++) sets[c] = measure(job, c, begin, end);
+    }
+    template <class Job> INLINE void transform(const Job &job, int64_t begin, int64_t end) {
+        for (int64_t c = 0; c < job.c; c++) transform(job, c, begin, end);
+    }
+    template <class Job> INLINE void add_up(const Job &job, int64_t begin, int64_t end, Sums *sums) {
+        for (int64_t c = 0; c < job.c; c++) sums[c] = add_up(job, c, begin, end);
+    }
+    template <class Job> INLINE void differentiate(const Job &job, int64_t begin, int64_t end) {
+        for (int64_t c = 0; c < job.c; c++) differentiate(job, c, begin, end);
+    }
+};

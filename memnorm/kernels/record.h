@@ -1,0 +1,125 @@
+// The memory of a layer: how much it weighs, and making a batch the newest remembered one.
+#pragma once
+
+#include <vector>
+
+#include "sets.h"
+
+template <class S> struct Memory {
+    int64_t slots, c;  // 0 slots: everything is remembered, in the pooled statistics alone
+    S *running_mean, *running_var, *running_weight;
+    int64_t *batches;
+    S *means, *vars, *counts;  // of the slots, newest first
+    double decay;
+    double prior_weight;  // of statistics that stand in for an empty memory, in batches
+    bool prior_always;    // even if they are the initial ones
+    bool evenly;          // pool a batch with everything since the reset, whatever the slots hold
+    bool shift;           // count the squared shift between means
+
+    // W; where nothing is recorded yet, the weight of the statistics that stand in.
+    double weight(double count) const {
+        if (*running_weight != 0) return double(*running_weight);
+        bool trained = prior_always;
+        for (int64_t i = 0; i < c && !trained; i++) trained = running_mean[i] != 0 || running_var[i] != 1;
+        return trained ? double(S(prior_weight * count)) : 0;
+    }
+};
+
+// Batches to be pooled: their moments and weights.
+template <class S> struct Pool {
+    std::vector<const S *> means, vars;
+    std::vector<double> weights;
+    double total = 0;
+
+    explicit Pool(int64_t slots) {
+        means.reserve(std::size_t(slots + 2)), vars.reserve(std::size_t(slots + 2));
+        weights.reserve(std::size_t(slots + 2));
+    }
+    void add(const S *mean, const S *var, double weight) {
+        if (weight == 0) return;
+        means.push_back(mean), vars.push_back(var), weights.push_back(weight);
+        total += weight;
+    }
+};
+
+// The moments of the union, and whether they are finite. Means are summed as differences from the first, which loses no
+// digits to data far from zero.
+template <class S> INLINE bool unite_rows(const Pool<S> &pool, int64_t c, bool shift, S *mean, S *var) {
+    constexpr int64_t BLOCK = 128;
+    double unit = 1 / pool.total;
+    std::size_t rows = pool.weights.size();
+    int finite = 1;
+    for (int64_t begin = 0; begin < c; begin += BLOCK) {
+        int64_t width = begin + BLOCK < c ? BLOCK : c - begin;
+        const S *first = pool.means[0] + begin;
+        S moved[BLOCK] = {}, spread[BLOCK] = {};
+        for (std::size_t r = 1; r < rows; r++) {
+            const S *row = pool.means[r] + begin;
+            S share = S(pool.weights[r] * unit);
+#pragma omp simd
+            for (int64_t j = 0; j < width; j++) moved[j] += share * (row[j] - first[j]);
+        }
+        for (std::size_t r = 0; r < rows; r++) {
+            const S *row = pool.means[r] + begin, *own = pool.vars[r] + begin;
+            S share = S(pool.weights[r] * unit), of_shift = shift ? share : S(0);
+#pragma omp simd
+            for (int64_t j = 0; j < width; j++) {
+                S d = (row[j] - first[j]) - moved[j];
+                spread[j] += share * own[j] + of_shift * d * d;
+            }
+        }
+#pragma omp simd reduction(& : finite)
+        for (int64_t j = 0; j < width; j++) {
+            S m = first[j] + moved[j], v = spread[j];
+            mean[begin + j] = m;
+            var[begin + j] = v;
+            finite &= (m - m) + (v - v) == 0;
+        }
+    }
+    return finite;
+}
+
+VERSIONS static bool unite(const Pool<float> &pool, int64_t c, bool shift, float *mean, float *var) {
+    return unite_rows(pool, c, shift, mean, var);
+}
+VERSIONS static bool unite(const Pool<double> &pool, int64_t c, bool shift, double *mean, double *var) {
+    return unite_rows(pool, c, shift, mean, var);
+}
+
+template <class S> inline void push(S *slots, int64_t count, int64_t c, const S *newest, const S *second) {
+    std::memmove(slots + c, slots, std::size_t((count - 1) * c) * sizeof(S));
+    std::memcpy(slots, newest, std::size_t(c) * sizeof(S));
+    if (second && count > 1) std::memcpy(slots + c, second, std::size_t(c) * sizeof(S));
+}
+
+// Make (mean, var, count) the newest remembered batch. One that is not finite changes nothing.
+template <class S> void record(const Memory<S> &memory, const S *mean, const S *var, double count) {
+    double weight = memory.weight(count);
+    bool stood_in = weight > 0 && *memory.running_weight == 0;  // becomes the oldest entry
+    Pool<S> pool(memory.slots);
+    pool.add(mean, var, count);
+    if (memory.evenly || memory.slots == 0) {
+        pool.add(memory.running_mean, memory.running_var, weight * (memory.evenly ? 1 : memory.decay));
+    } else {
+        double fade = memory.decay;
+        for (int64_t age = 1; age < memory.slots; age++, fade *= memory.decay) {
+            int64_t row = (age - 1) * memory.c;
+            if (age == 1 && stood_in)
+                pool.add(memory.running_mean, memory.running_var, weight * fade);
+            else
+                pool.add(memory.means + row, memory.vars + row, double(memory.counts[age - 1]) * fade);
+        }
+    }
+    std::vector<S> united(std::size_t(2 * memory.c));
+    if (!unite(pool, memory.c, memory.shift, united.data(), united.data() + memory.c)) return;
+    if (memory.slots) {
+        S batch = S(count), prior = S(weight);
+        push(memory.means, memory.slots, memory.c, mean, stood_in ? memory.running_mean : nullptr);
+        push(memory.vars, memory.slots, memory.c, var, stood_in ? memory.running_var : nullptr);
+        push<S>(memory.counts, memory.slots, 1, &batch, stood_in ? &prior : nullptr);
+    }
+    std::memcpy(memory.running_mean, united.data(), std::size_t(memory.c) * sizeof(S));
+    std::memcpy(memory.running_var, united.data() + memory.c, std::size_t(memory.c) * sizeof(S));
+    *memory.running_weight = S(pool.total);
+    ++*memory.batches;
+}
