@@ -35,7 +35,7 @@ from memnorm.errors import (
 )
 from memnorm.layers import Recording
 from memnorm.recompute import inside_backward, inside_function
-from memnorm.replay import Surroundings, nothing_records, recorders, replay
+from memnorm.replay import Surroundings, named_recorders, nothing_records, recorders, replay, switch
 
 
 def double_forward(
@@ -111,7 +111,7 @@ class DoubleForward:
 
     def _take_charge(self, model: nn.Module) -> None:
         drop_inert_hooks(model)
-        for name, layer in recorders(model).items():
+        for name, layer in named_recorders(model).items():
             other = layer._watched_by and layer._watched_by()
             if other is not None and other._optimizers and other._handles:
                 raise MemnormError(
@@ -147,15 +147,14 @@ class DoubleForward:
         if inside_backward() or not (torch.is_grad_enabled() or inside_function()):
             return None
         self._forwards += 1
-        layers = [layer for layer in recorders(module).values() if layer.training and layer.recording]
+        layers = [layer for layer in recorders(module) if layer.training and layer.recording]
         if not layers or (self.steps + 1) % self.every:
             return None
         self._drop_skipped_batches()
         self._check_bound(module)
         self._running = Batch(args, kwargs, layers, Surroundings.now(module))
         self._muted = layers
-        for layer in self._muted:
-            layer.recording = False
+        switch(layers, False)
         return None
 
     def _after_forward(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
@@ -174,8 +173,7 @@ class DoubleForward:
         self._unmute()
 
     def _unmute(self) -> None:
-        for layer in self._muted:
-            layer.recording = True
+        switch(self._muted, True)
         self._muted = []
 
     def _on_backward(self, batch: Batch) -> None:
@@ -307,7 +305,7 @@ class DoubleForward:
     def _check_sight(self) -> None:
         """Complain about steps of which no forward was seen: nothing would be recorded."""
         model = self._model()
-        if model is not None and not recorders(model):
+        if model is not None and not any(recorders(model)):
             raise NothingToRecord(f"double_forward: {nothing_records(model)}")
         if model is not None and self._forwards == 0 and any(gradient is not None for gradient in self._gradients()):
             raise NothingToRecord(_blind(model, self._recorded_at_start))
@@ -331,7 +329,7 @@ def detach(model: nn.Module) -> None:
 
 
 def _batches_recorded(model: nn.Module) -> dict[str, int]:
-    counts = ((name, getattr(layer, "num_batches_tracked", None)) for name, layer in recorders(model).items())
+    counts = ((name, getattr(layer, "num_batches_tracked", None)) for name, layer in named_recorders(model).items())
     return {name: int(count) for name, count in counts if count is not None and not count.is_meta}
 
 
@@ -372,7 +370,7 @@ def _check_arguments(model: nn.Module, optimizers: list[Any], every: int, fracti
                 f"got {type(optimizer).__name__}. Of a wrapper, pass the optimizer inside."
             )
     check_module(model, "double_forward")
-    if not any(getattr(layer, "running_mean", True) is not None for layer in recorders(model).values()):
+    if not any(getattr(layer, "running_mean", True) is not None for layer in recorders(model)):
         raise NothingToRecord(f"double_forward: {nothing_records(model)}")
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:

@@ -138,12 +138,9 @@ def reads_at_once(x: Tensor, memory_mean: Tensor) -> bool:
     return cpu.takes(x, memory_mean)
 
 
-def train_on_kernels(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, memory: cpu.Memory, recording: bool
-) -> Tensor:
-    """A whole training forward of a layer in one call: `x` normalised with the memory, and recorded into it."""
-    run = functools.partial(cpu.train, memory=memory, recording=recording)
-    return _differentiably(run, x, weight, bias, eps)
+def train_on_kernels(inputs: cpu.Inputs, memory: cpu.Memory, recording: bool) -> Tensor:
+    """A whole training forward of a layer in one call: normalised with the memory, and recorded into it."""
+    return _differentiably(inputs, functools.partial(cpu.train, memory=memory, recording=recording))
 
 
 def _on_kernels(
@@ -151,25 +148,27 @@ def _on_kernels(
 ) -> tuple[Tensor, Moments]:
     found: list[Tensor] = []
 
-    def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-        y, saved = cpu.forward(x, weight, bias, eps, (memory.mean, memory.var, float(memory.weight)))
+    def run(inputs: cpu.Inputs) -> tuple[Tensor, Tensor]:
+        y, saved = cpu.forward(inputs, (memory.mean, memory.var, float(memory.weight)))
         found.append(saved)
         return y, saved
 
-    y = _differentiably(run, x, weight, bias, eps)
+    y = _differentiably(cpu.Inputs(x, weight, bias, None, False, eps), run)
     saved = cpu.Saved.of(found[0])
     return y, Moments(saved.batch_mean, saved.batch_var, count_per_channel(x))
 
 
-def _differentiably(
-    run: Callable[..., tuple[Tensor, Tensor]], x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
+def _differentiably(inputs: cpu.Inputs, run: Callable[[cpu.Inputs], tuple[Tensor, Tensor]]) -> Tensor:
+    x, weight, bias, residual, *_ = inputs
     if torch.is_grad_enabled() and (
-        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
     ):
-        y: Tensor = _Kernels.apply(x, weight, bias, eps, run)  # type: ignore[attr-defined]
+        y: Tensor = _Kernels.apply(x, weight, bias, residual, inputs, run)  # type: ignore[attr-defined]
         return y
-    return run(x, weight, bias, eps)[0]
+    return run(inputs)[0]
 
 
 class _Kernels(_SingleLevelFunction):
@@ -180,27 +179,29 @@ class _Kernels(_SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, run):
-        y, saved = run(x, weight, bias, eps)
-        ctx.save_for_backward(x, weight, saved)
-        ctx.layer = eps, None if bias is None else bias.dtype
+    def forward(ctx, x, weight, bias, residual, inputs, run):
+        y, saved = run(inputs)
+        ctx.save_for_backward(x, weight, saved, y if inputs.rectify else None)
+        ctx.layer = inputs.eps, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx, grad_y):
-        x, weight, saved = ctx.saved_tensors
+        x, weight, saved, y = ctx.saved_tensors
         eps, bias_dtype = ctx.layer
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled() or not cpu.takes(grad_y, saved):
             # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
             memory = cpu.Saved.of(saved)
             hat = merge(Moments(memory.memory_mean, memory.memory_var, memory.memory_weight), batch_moments(x))
-            grad_x, grad_weight, grad_bias = _backward_formula(grad_y, x, weight, hat, eps, needs)
+            grad_y = grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y)
+            gradients = (*_backward_formula(grad_y, x, weight, hat, eps, needs), grad_y)
         else:
-            grad_x, grad_weight, grad_bias = cpu.backward(grad_y, x, weight, saved, needs[0])
+            gradients = cpu.backward(grad_y, y, x, weight, saved, needs[0], needs[3])
+        grad_x, grad_weight, grad_bias, grad_residual = gradients
         grad_weight = _to(grad_weight, weight.dtype) if needs[1] else None
         grad_bias = _to(grad_bias, bias_dtype) if needs[2] else None
-        return grad_x if needs[0] else None, grad_weight, grad_bias, None, None
+        return grad_x if needs[0] else None, grad_weight, grad_bias, grad_residual if needs[3] else None, None, None
 
 
 def is_plain(x: Tensor) -> bool:

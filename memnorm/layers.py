@@ -9,7 +9,7 @@ eval forward is torch's own batch norm on `running_mean` and `running_var`.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -134,17 +134,30 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         self.register_buffer("memory_count", torch.zeros(slots, device=device, dtype=dtype))
         self.register_buffer("strength", scalar(strength, device))
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(
+        self, input: Tensor, *, activation: Literal["relu"] | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """The normalised input; with `activation="relu"`, relu(norm(input) + residual), which on the processor costs no
+        further pass over the data.
+        """
         if isinstance(input, fx.Proxy):  # a leaf for torch.fx, as torch's own layers are
-            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
-        return self._forward(input)
+            extra = {"activation": activation, "residual": residual} if activation or residual is not None else {}
+            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), extra)
+        return self._forward(input, activation, residual)
 
-    def _forward(self, input: Tensor) -> Tensor:
+    def _forward(self, input: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
         self._check_input(input)
-        output = self._forward_on_kernels(input)
-        return self._forward_in_torch(input) if output is None else output
+        if activation not in (None, "relu"):
+            raise OptionError(f"{self._name}: activation must be 'relu' or None; got {activation!r}")
+        output = self._forward_on_kernels(input, activation is not None, residual)
+        if output is not None:
+            return output
+        output = self._forward_in_torch(input)
+        if residual is not None:
+            output = output + residual
+        return output if activation is None else F.relu(output, inplace=True)
 
-    def _forward_on_kernels(self, x: Tensor) -> Tensor | None:
+    def _forward_on_kernels(self, x: Tensor, rectify: bool, residual: Tensor | None) -> Tensor | None:
         """A training forward in one call; None if something asks for more than that."""
         mean = self._buffers["running_mean"]
         if not (
@@ -153,14 +166,18 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
             and mean is not None
             and cpu.takes(x, mean)
             and x.numel() > self.num_features
+            and (residual is None or (rectify and cpu.are_alike(x, residual)))
             and self._shift_between_means
             and not inside_backward()
             and not may_be_recomputed()
         ):
             return None
         memory = self._kernels_memory()
+        if memory is None:
+            return None
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        return None if memory is None else train_on_kernels(x, weight, bias, self.eps, memory, self.recording)
+        inputs = cpu.Inputs(x, weight, bias, residual, rectify, self.eps)
+        return train_on_kernels(inputs, memory, self.recording)
 
     def _forward_in_torch(self, input: Tensor) -> Tensor:
         if not (self.training and self.track_running_stats) or self.running_mean is None:

@@ -34,7 +34,7 @@ def classify(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> N
 
 def recorded(model: nn.Module) -> list[int]:
     """Batches recorded so far, per layer."""
-    return [int(layer.num_batches_tracked) for layer in recorders(model).values()]  # type: ignore[attr-defined]
+    return [int(layer.num_batches_tracked) for layer in recorders(model)]  # type: ignore[attr-defined]
 
 
 def count_forwards(model: nn.Module) -> list[torch.Size]:

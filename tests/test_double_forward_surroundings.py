@@ -307,7 +307,7 @@ def trained_with(call: Callable[[nn.Module, Tensor], Tensor], model: nn.Module) 
 def test_a_checkpointed_segment_changes_nothing(use_reentrant):
     plain = trained_with(nn.Module.__call__, Checkpointed(1, 6))
     assert_same_state(trained_with(nn.Module.__call__, Checkpointed(1, 6, use_reentrant=use_reentrant)), plain)
-    assert [layer.num_batches_tracked for layer in recorders(plain).values()] == [5, 5]  # type: ignore[attr-defined]
+    assert [layer.num_batches_tracked for layer in recorders(plain)] == [5, 5]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])

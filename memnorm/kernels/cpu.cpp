@@ -144,6 +144,8 @@ template <class T, class S> void read_layer(Layer<T, S> &job, Arguments &in) {
 template <class T, class S> void read_forward(Forward<T, S> &job, Arguments &in) {
     read_layer(job, in);
     job.bias = in.address<S>();
+    job.residual = in.address<T>();
+    job.rectify = in.integer() != 0;
     job.y = in.address<T>();
     job.eps = in.number();
     job.saved_mean = in.address<S>();
@@ -207,7 +209,9 @@ template <class T, class S> bool backward(Arguments in, bool planes, int64_t thr
     Backward<T, S> job;
     read_layer(job, in);
     job.g = in.address<T>();
+    job.y = in.address<T>();
     job.dx = in.address<T>();
+    job.d_residual = in.address<T>();
     const S *saved = in.address<S>();
     job.grad_weight = in.address<S>();
     job.grad_bias = in.address<S>();
@@ -256,9 +260,9 @@ PyObject *none_if(bool done) {
         if (kind == FLOAT64) return none_if(function<double, double>(in, planes, threads));                         \
         return none_if(function<bfloat16, float>(in, planes, threads));                                             \
     }
-BY_KIND(forward, 15)
-BY_KIND(train, 27)
-BY_KIND(backward, 13)
+BY_KIND(forward, 17)
+BY_KIND(train, 29)
+BY_KIND(backward, 15)
 
 PyObject *py_record(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!arity(given, 18)) return nullptr;
@@ -272,12 +276,12 @@ PyCFunction method(PyObject *(*function)(PyObject *, PyObject *const *, Py_ssize
 
 PyMethodDef methods[] = {
     {"forward", method(py_forward), METH_FASTCALL,
-        "forward(kind, planes, threads, n, c, l, x, weight, bias, y, eps, saved, memory_mean, memory_var, memory_weight)"},
+        "forward(kind, planes, threads, n, c, l, x, weight, bias, residual, rectify, y, eps, saved, memory_mean, memory_var, memory_weight)"},
     {"train", method(py_train), METH_FASTCALL,
-        "train(kind, planes, threads, n, c, l, x, weight, bias, y, eps, saved, strength, running_mean, running_var, "
+        "train(kind, planes, threads, n, c, l, x, weight, bias, residual, rectify, y, eps, saved, strength, running_mean, running_var, "
         "running_weight, batches, means, vars, counts, slots, decay, prior_weight, prior_always, evenly, shift, recording)"},
     {"backward", method(py_backward), METH_FASTCALL,
-        "backward(kind, planes, threads, n, c, l, x, weight, g, dx, saved, grad_weight, grad_bias)"},
+        "backward(kind, planes, threads, n, c, l, x, weight, g, y, dx, d_residual, saved, grad_weight, grad_bias)"},
     {"record", method(py_record), METH_FASTCALL,
         "record(kind, c, running_mean, running_var, running_weight, batches, means, vars, counts, slots, decay, "
         "prior_weight, prior_always, evenly, shift, mean, var, count)"},

@@ -65,35 +65,42 @@ def takes(x: Tensor, statistics: Tensor) -> bool:
     )
 
 
-def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, memory: tuple[Tensor, Tensor, float]
-) -> tuple[Tensor, Tensor]:
+def are_alike(x: Tensor, other: Tensor) -> bool:
+    """Whether `other` may go beside `x`, which the kernels take."""
+    return type(other) in _PLAIN and other.is_cpu and other.dtype is x.dtype and other.shape == x.shape
+
+
+class Inputs(NamedTuple):
+    """What a layer normalises, and what it does with the result: relu(norm(x) + residual) with `rectify`."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    rectify: bool
+    eps: float
+
+
+def forward(inputs: Inputs, memory: tuple[Tensor, Tensor, float]) -> tuple[Tensor, Tensor]:
     """The output, and what `Saved` reads."""
     mean, var, memory_weight = memory
-    return _run(module().forward, x, weight, bias, eps, (mean.data_ptr(), var.data_ptr(), memory_weight), mean.dtype)
+    return _run(module().forward, inputs, (mean.data_ptr(), var.data_ptr(), memory_weight), mean.dtype)
 
 
-def train(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, memory: Memory, recording: bool
-) -> tuple[Tensor, Tensor]:
+def train(inputs: Inputs, memory: Memory, recording: bool) -> tuple[Tensor, Tensor]:
     """`forward` with a layer's memory, into which the batch then goes if `recording`."""
-    found = _run(module().train, x, weight, bias, eps, (*memory.arguments, recording), memory.dtype)
+    found = _run(module().train, inputs, (*memory.arguments, recording), memory.dtype)
     if recording:
         increment_version(memory.buffers)
     return found
 
 
-def _run(
-    function: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    arguments: tuple[Any, ...],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    data, _, planes, n, c, length = _arranged(x)
+def _run(function: Any, inputs: Inputs, arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x, weight, bias, residual, rectify, eps = inputs
+    data, memory_format, planes, n, c, length = _arranged(x)
     weight, bias = _vector(weight, dtype), _vector(bias, dtype)
+    if residual is not None:
+        residual = _like(residual, data, memory_format)
     y, saved = torch.empty_like(data), torch.empty(6 * c + 1, dtype=dtype)
     function(
         _KINDS[data.dtype],
@@ -105,6 +112,8 @@ def _run(
         data.data_ptr(),
         0 if weight is None else weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        rectify,
         y.data_ptr(),
         eps,
         saved.data_ptr(),
@@ -129,15 +138,32 @@ class Saved(NamedTuple):
         return cls(*saved[:-1].view(6, -1).unbind(), saved[-1])  # type: ignore[call-arg]
 
 
+class Gradients(NamedTuple):
+    """With respect to the inputs that want one; weight's and bias's in the statistics' dtype."""
+
+    x: Tensor | None
+    weight: Tensor
+    bias: Tensor
+    residual: Tensor | None
+
+
 def backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor | None, saved: Tensor, wants_x: bool
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Gradients with respect to the data, weight and bias; the last two in the statistics' dtype."""
+    grad_y: Tensor,
+    y: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    saved: Tensor,
+    wants_x: bool,
+    wants_residual: bool,
+) -> Gradients:
+    """`y` is the output if it was rectified, else None."""
     data, memory_format, planes, n, c, length = _arranged(x)
     dtype = saved.dtype
-    if grad_y.dtype is not data.dtype or not grad_y.is_contiguous(memory_format=memory_format):
-        grad_y = grad_y.to(data.dtype).contiguous(memory_format=memory_format)
+    grad_y = _like(grad_y, data, memory_format)
+    if y is not None:
+        y = _like(y, data, memory_format)
     grad_x = torch.empty_like(data) if wants_x else None
+    grad_residual = torch.empty_like(data) if wants_residual else None
     grad_weight, grad_bias = torch.empty(c, dtype=dtype), torch.empty(c, dtype=dtype)
     weight = _vector(weight, dtype)
     module().backward(
@@ -150,14 +176,24 @@ def backward(
         data.data_ptr(),
         0 if weight is None else weight.data_ptr(),
         grad_y.data_ptr(),
+        0 if y is None else y.data_ptr(),
         0 if grad_x is None else grad_x.data_ptr(),
+        0 if grad_residual is None else grad_residual.data_ptr(),
         saved.data_ptr(),
         grad_weight.data_ptr(),
         grad_bias.data_ptr(),
     )
-    if grad_x is not None and grad_x.dtype is not x.dtype:
-        grad_x = grad_x.to(x.dtype)
-    return grad_x, grad_weight, grad_bias
+    if data.dtype is not x.dtype:
+        grad_x = None if grad_x is None else grad_x.to(x.dtype)
+        grad_residual = None if grad_residual is None else grad_residual.to(x.dtype)
+    return Gradients(grad_x, grad_weight, grad_bias, grad_residual)
+
+
+def _like(tensor: Tensor, data: Tensor, memory_format: Any) -> Tensor:
+    """`tensor` in the kind and layout of `data`, which has this layout."""
+    if tensor.dtype is data.dtype and tensor.is_contiguous(memory_format=memory_format):
+        return tensor
+    return tensor.to(data.dtype).contiguous(memory_format=memory_format)
 
 
 def _arranged(x: Tensor) -> tuple[Tensor, Any, bool, int, int, int]:

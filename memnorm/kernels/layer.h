@@ -25,6 +25,8 @@ template <class Data, class Stat> struct Forward : Layer<Data, Stat> {
     using S = Stat;
 
     T *y;
+    const T *residual;  // added before the rectifier; null if nothing is
+    bool rectify;       // y = max(·, 0)
     const S *memory_mean, *memory_var;
     double eps;
     S *saved_mean, *saved_var;   // the memory as it was read
@@ -50,6 +52,21 @@ template <class Data, class Stat> struct Forward : Layer<Data, Stat> {
     }
     S scale(int64_t c) const { return this->weight ? S(hat_inv[c] * this->weight[c]) : hat_inv[c]; }
     S offset(int64_t c) const { return this->bias ? this->bias[c] : S(0); }
+
+    // Call pass(finish): finish(i, value) writes y[i] of a normalised value.
+    template <class Pass> INLINED void finishing(Pass pass) const {
+        T *out = y;
+        const T *more = residual;
+        if (!rectify)
+            pass([=](int64_t i, S value) INLINED { store(out + i, value); });
+        else if (!more)
+            pass([=](int64_t i, S value) INLINED { store(out + i, value < 0 ? S(0) : value); });
+        else
+            pass([=](int64_t i, S value) INLINED {
+                S sum = value + load(more + i);
+                store(out + i, sum < 0 ? S(0) : sum);
+            });
+    }
 };
 
 // Σ g and Σ g·(x − μ̂) of a channel.
@@ -62,7 +79,9 @@ template <class Data, class Stat> struct Backward : Layer<Data, Stat> {
     using S = Stat;
 
     const T *g;
-    T *dx;  // null if nobody asks for it
+    const T *y;      // the output, where a rectifier made it: no gradient comes through where it is 0; else null
+    T *dx;           // null if nobody asks for it
+    T *d_residual;   // likewise
     const S *hat_mean, *hat_inv;
     S *grad_weight, *grad_bias;
     S *scale, *slope, *offset;  // dx = scale·g + slope·(x − μ̂) + offset
@@ -79,5 +98,22 @@ template <class Data, class Stat> struct Backward : Layer<Data, Stat> {
             slope[c] = S(unit * by * inv * inv * sums.product);
             offset[c] = S(unit * by * sums.gradient);
         }
+    }
+
+    // Call pass(gradient): gradient(i) is the one behind the rectifier, which is also the residual's and is written
+    // there if `writing`.
+    template <class Pass> INLINED void receiving(bool writing, Pass pass) const {
+        const T *from = !writing && d_residual ? d_residual : g, *output = y;
+        T *to = d_residual;
+        if (!output || from != g)
+            pass([=](int64_t i) INLINED { return S(load(from + i)); });
+        else if (!to)
+            pass([=](int64_t i) INLINED { return load(output + i) <= 0 ? S(0) : S(load(from + i)); });
+        else
+            pass([=](int64_t i) INLINED {
+                S gradient = load(output + i) <= 0 ? S(0) : S(load(from + i));
+                store(to + i, gradient);
+                return gradient;
+            });
     }
 };

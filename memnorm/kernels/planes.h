@@ -33,26 +33,31 @@ struct Planes {
     template <class Job> INLINE void transform(const Job &job, int64_t c, int64_t begin, int64_t end) {
         using S = typename Job::S;
         S mean = job.hat_mean[c], scale = job.scale(c), offset = job.offset(c);
-        for (int64_t n = begin; n < end; n++) {
-            const auto *x = job.x + (n * job.c + c) * job.l;
-            auto *y = job.y + (n * job.c + c) * job.l;
+        job.finishing([&](auto finish) INLINED {
+            for (int64_t n = begin; n < end; n++) {
+                int64_t at = (n * job.c + c) * job.l, length = job.l;
+                const auto *x = job.x;
 #pragma omp simd
-            for (int64_t i = 0; i < job.l; i++) store(y + i, S((load(x + i) - mean) * scale + offset));
-        }
+                for (int64_t i = at; i < at + length; i++) finish(i, S((load(x + i) - mean) * scale + offset));
+            }
+        });
     }
 
     template <class Job> INLINE Sums add_up(const Job &job, int64_t c, int64_t begin, int64_t end) {
         using S = typename Job::S;
         Sums sums;
         S mean = job.hat_mean[c];
-        tiles(job, begin, end, [&](int64_t first, int64_t last, int64_t at, int64_t length) INLINED {
-            S gradients[LANES] = {}, products[LANES] = {};
-            for (int64_t n = first; n < last; n++) {
-                int64_t start = (n * job.c + c) * job.l + at;
-                add_products(job.x + start, job.g + start, length, mean, gradients, products);
-            }
-            sums.gradient += total(gradients);
-            sums.product += total(products);
+        job.receiving(true, [&](auto gradient) INLINED {
+            tiles(job, begin, end, [&](int64_t first, int64_t last, int64_t at, int64_t length) INLINED {
+                S gradients[LANES] = {}, products[LANES] = {};
+                for (int64_t n = first; n < last; n++) {
+                    int64_t start = (n * job.c + c) * job.l + at;
+                    auto here = [&](int64_t i) INLINED { return gradient(start + i); };
+                    add_products(job.x + start, length, mean, here, gradients, products);
+                }
+                sums.gradient += total(gradients);
+                sums.product += total(products);
+            });
         });
         return sums;
     }
@@ -60,13 +65,16 @@ struct Planes {
     template <class Job> INLINE void differentiate(const Job &job, int64_t c, int64_t begin, int64_t end) {
         using S = typename Job::S;
         S mean = job.hat_mean[c], scale = job.scale[c], slope = job.slope[c], offset = job.offset[c];
-        for (int64_t n = begin; n < end; n++) {
-            const auto *x = job.x + (n * job.c + c) * job.l, *g = job.g + (n * job.c + c) * job.l;
-            auto *dx = job.dx + (n * job.c + c) * job.l;
+        job.receiving(false, [&](auto gradient) INLINED {
+            for (int64_t n = begin; n < end; n++) {
+                int64_t at = (n * job.c + c) * job.l, length = job.l;
+                const auto *x = job.x;
+                auto *dx = job.dx;
 #pragma omp simd
-            for (int64_t i = 0; i < job.l; i++)
-                store(dx + i, S(scale * load(g + i) + (slope * (load(x + i) - mean) + offset)));
-        }
+                for (int64_t i = at; i < at + length; i++)
+                    store(dx + i, S(scale * gradient(i) + (slope * (load(x + i) - mean) + offset)));
+            }
+        });
     }
 
     template <class Job> INLINE void measure(const Job &job, int64_t begin, int64_t end, Set *sets) {

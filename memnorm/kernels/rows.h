@@ -93,13 +93,14 @@ struct Rows {
         repeat(scale, job.c, [&](int64_t c) INLINED { return job.scale(c); });
         repeat(offset, job.c, [&](int64_t c) INLINED { return job.offset(c); });
         const S *m = mean.data(), *s = scale.data(), *o = offset.data();
-        for (int64_t at = begin * job.c; at < end * job.c; at += width) {
-            int64_t length = at + width < end * job.c ? width : end * job.c - at;
-            const auto *x = job.x + at;
-            auto *y = job.y + at;
+        job.finishing([&](auto finish) INLINED {
+            for (int64_t at = begin * job.c; at < end * job.c; at += width) {
+                int64_t length = at + width < end * job.c ? width : end * job.c - at;
+                const auto *x = job.x + at;
 #pragma omp simd
-            for (int64_t j = 0; j < length; j++) store(y + j, S((load(x + j) - m[j]) * s[j] + o[j]));
-        }
+                for (int64_t j = 0; j < length; j++) finish(at + j, S((load(x + j) - m[j]) * s[j] + o[j]));
+            }
+        });
     }
 
     template <class Job> INLINE void add_up(const Job &job, int64_t begin, int64_t end, Sums *sums) {
@@ -111,25 +112,27 @@ struct Rows {
         const S *m = mean.data();
         S *gradients = scratch.data(), *products = gradients + width;
         for (int64_t c = 0; c < job.c; c++) sums[c] = Sums();
-        for (int64_t tile = begin * job.c; tile < end * job.c; tile += step * width) {
-            int64_t stop = tile + step * width < end * job.c ? tile + step * width : end * job.c;
-            for (int64_t j = 0; j < width; j++) gradients[j] = products[j] = 0;
-            for (int64_t at = tile; at < stop; at += width) {
-                int64_t length = at + width < stop ? width : stop - at;
-                const auto *x = job.x + at, *g = job.g + at;
+        job.receiving(true, [&](auto gradient) INLINED {
+            for (int64_t tile = begin * job.c; tile < end * job.c; tile += step * width) {
+                int64_t stop = tile + step * width < end * job.c ? tile + step * width : end * job.c;
+                for (int64_t j = 0; j < width; j++) gradients[j] = products[j] = 0;
+                for (int64_t at = tile; at < stop; at += width) {
+                    int64_t length = at + width < stop ? width : stop - at;
+                    const auto *x = job.x + at;
 #pragma omp simd
-                for (int64_t j = 0; j < length; j++) {
-                    S gradient = load(g + j);
-                    gradients[j] += gradient;
-                    products[j] += gradient * (load(x + j) - m[j]);
+                    for (int64_t j = 0; j < length; j++) {
+                        S g = gradient(at + j);
+                        gradients[j] += g;
+                        products[j] += g * (load(x + j) - m[j]);
+                    }
                 }
+                for (int64_t j = 0; j < width; j += job.c)
+                    for (int64_t c = 0; c < job.c; c++) {
+                        sums[c].gradient += gradients[j + c];
+                        sums[c].product += products[j + c];
+                    }
             }
-            for (int64_t j = 0; j < width; j += job.c)
-                for (int64_t c = 0; c < job.c; c++) {
-                    sums[c].gradient += gradients[j + c];
-                    sums[c].product += products[j + c];
-                }
-        }
+        });
     }
 
     template <class Job> INLINE void differentiate(const Job &job, int64_t begin, int64_t end) {
@@ -141,13 +144,15 @@ struct Rows {
         repeat(slope, job.c, [&](int64_t c) INLINED { return job.slope[c]; });
         repeat(offset, job.c, [&](int64_t c) INLINED { return job.offset[c]; });
         const S *m = mean.data(), *s = scale.data(), *b = slope.data(), *o = offset.data();
-        for (int64_t at = begin * job.c; at < end * job.c; at += width) {
-            int64_t length = at + width < end * job.c ? width : end * job.c - at;
-            const auto *x = job.x + at, *g = job.g + at;
-            auto *dx = job.dx + at;
+        job.receiving(false, [&](auto gradient) INLINED {
+            for (int64_t at = begin * job.c; at < end * job.c; at += width) {
+                int64_t length = at + width < end * job.c ? width : end * job.c - at;
+                const auto *x = job.x + at;
+                auto *dx = job.dx + at;
 #pragma omp simd
-            for (int64_t j = 0; j < length; j++)
-                store(dx + j, S(s[j] * load(g + j) + (b[j] * (load(x + j) - m[j]) + o[j])));
-        }
+                for (int64_t j = 0; j < length; j++)
+                    store(dx + j, S(s[j] * gradient(at + j) + (b[j] * (load(x + j) - m[j]) + o[j])));
+            }
+        });
     }
 };

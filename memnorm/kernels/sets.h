@@ -95,18 +95,19 @@ template <class T, class S> INLINE void add_deviations(const T *x, int64_t n, S 
     }
 }
 
-template <class T, class S>
-INLINE void add_products(const T *x, const T *g, int64_t n, S centre, S *lanes, S *products) {
+// `gradient(i)` is the gradient that reaches x[i].
+template <class T, class S, class Gradient>
+INLINE void add_products(const T *x, int64_t n, S centre, Gradient gradient, S *lanes, S *products) {
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES)
         for (int j = 0; j < LANES; j++) {
-            S gradient = load(g + i + j);
-            lanes[j] += gradient;
-            products[j] += gradient * (load(x + i + j) - centre);
+            S g = gradient(i + j);
+            lanes[j] += g;
+            products[j] += g * (load(x + i + j) - centre);
         }
     for (int j = 0; i + j < n; j++) {
-        S gradient = load(g + i + j);
-        lanes[j] += gradient;
-        products[j] += gradient * (load(x + i + j) - centre);
+        S g = gradient(i + j);
+        lanes[j] += g;
+        products[j] += g * (load(x + i + j) - centre);
     }
 }

@@ -70,8 +70,8 @@ class MemorizedBatchNormAct2d(MemorizedBatchNorm2d):
     def plain_class(self) -> type[_BatchNorm]:  # type: ignore[override]
         return self._source_class
 
-    def _forward(self, input: Tensor) -> Tensor:
-        return self.act(self.drop(super()._forward(input)))
+    def _forward(self, input: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+        return self.act(self.drop(super()._forward(input, activation, residual)))
 
     def __reduce__(self) -> Any:
         return _new_with_activation, (self._source_class,), self.__getstate__()
