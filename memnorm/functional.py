@@ -190,7 +190,7 @@ class _Kernels(_SingleLevelFunction):
         x, weight, saved, y = ctx.saved_tensors
         eps, bias_dtype = ctx.layer
         needs = ctx.needs_input_grad
-        if torch.is_grad_enabled() or not cpu.takes(grad_y, saved):
+        if torch.is_grad_enabled() or type(grad_y) is not Tensor or not cpu.unobserved():
             # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
             memory = cpu.Saved.of(saved)
             hat = merge(Moments(memory.memory_mean, memory.memory_var, memory.memory_weight), batch_moments(x))

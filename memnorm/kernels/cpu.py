@@ -43,7 +43,7 @@ def module() -> Any:
 
 def takes(x: Tensor, statistics: Tensor) -> bool:
     """Whether the kernels can normalise `x` by statistics such as these."""
-    if is_compiling():
+    if is_compiling():  # before anything that a compiler cannot read
         return False
     dtype = x.dtype
     return (
@@ -57,11 +57,21 @@ def takes(x: Tensor, statistics: Tensor) -> bool:
         and x.layout is torch.strided
         and x.numel() > 0
         and not x.is_neg()
-        and not _C._are_functorch_transforms_active()
-        and not _C._len_torch_dispatch_stack()
-        and not _C._is_tracing()
-        and forward_ad._current_level < 0
+        and unobserved()
         and module() is not None
+    )
+
+
+def unobserved() -> bool:
+    """Whether autograd alone is looking: a compiler, a functorch transform, forward-mode AD, a dispatch mode and a
+    tracer each need operations that they can see through.
+    """
+    return not (
+        is_compiling()
+        or _C._are_functorch_transforms_active()
+        or _C._len_torch_dispatch_stack()
+        or _C._is_tracing()
+        or forward_ad._current_level >= 0
     )
 
 
@@ -138,15 +148,6 @@ class Saved(NamedTuple):
         return cls(*saved[:-1].view(6, -1).unbind(), saved[-1])  # type: ignore[call-arg]
 
 
-class Gradients(NamedTuple):
-    """With respect to the inputs that want one; weight's and bias's in the statistics' dtype."""
-
-    x: Tensor | None
-    weight: Tensor
-    bias: Tensor
-    residual: Tensor | None
-
-
 def backward(
     grad_y: Tensor,
     y: Tensor | None,
@@ -155,8 +156,11 @@ def backward(
     saved: Tensor,
     wants_x: bool,
     wants_residual: bool,
-) -> Gradients:
-    """`y` is the output if it was rectified, else None."""
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """Gradients with respect to x, weight, bias and residual; weight's and bias's in the statistics' dtype.
+
+    `y` is the output if it was rectified, else None.
+    """
     data, memory_format, planes, n, c, length = _arranged(x)
     dtype = saved.dtype
     grad_y = _like(grad_y, data, memory_format)
@@ -186,7 +190,7 @@ def backward(
     if data.dtype is not x.dtype:
         grad_x = None if grad_x is None else grad_x.to(x.dtype)
         grad_residual = None if grad_residual is None else grad_residual.to(x.dtype)
-    return Gradients(grad_x, grad_weight, grad_bias, grad_residual)
+    return grad_x, grad_weight, grad_bias, grad_residual
 
 
 def _like(tensor: Tensor, data: Tensor, memory_format: Any) -> Tensor:

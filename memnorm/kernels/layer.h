@@ -74,6 +74,32 @@ struct Sums {
     double gradient = 0, product = 0;
 };
 
+// The gradient that reaches value i; it has passed a rectifier where the output y is not 0.
+template <class T, class S> struct Plain {
+    const T *g;
+
+    Plain from(int64_t at) const { return {g + at}; }
+    INLINED S operator()(int64_t i) const { return S(load(g + i)); }
+};
+
+template <class T, class S> struct Rectified {
+    const T *g, *y;
+
+    Rectified from(int64_t at) const { return {g + at, y + at}; }
+    INLINED S operator()(int64_t i) const { return load(y + i) <= 0 ? S(0) : S(load(g + i)); }
+};
+
+template <class T, class S> struct Written : Rectified<T, S> {
+    T *to;
+
+    Written from(int64_t at) const { return {Rectified<T, S>::from(at), to + at}; }
+    INLINED S operator()(int64_t i) const {
+        S gradient = Rectified<T, S>::operator()(i);
+        store(to + i, gradient);
+        return gradient;
+    }
+};
+
 template <class Data, class Stat> struct Backward : Layer<Data, Stat> {
     using T = Data;
     using S = Stat;
@@ -100,20 +126,15 @@ template <class Data, class Stat> struct Backward : Layer<Data, Stat> {
         }
     }
 
-    // Call pass(gradient): gradient(i) is the one behind the rectifier, which is also the residual's and is written
-    // there if `writing`.
+    // Call pass(gradient): the one behind the rectifier, which is also the residual's and is written there if `writing`.
     template <class Pass> INLINED void receiving(bool writing, Pass pass) const {
-        const T *from = !writing && d_residual ? d_residual : g, *output = y;
-        T *to = d_residual;
-        if (!output || from != g)
-            pass([=](int64_t i) INLINED { return S(load(from + i)); });
-        else if (!to)
-            pass([=](int64_t i) INLINED { return load(output + i) <= 0 ? S(0) : S(load(from + i)); });
+        if (!y)
+            pass(Plain<T, S>{g});
+        else if (!d_residual)
+            pass(Rectified<T, S>{g, y});
+        else if (writing)
+            pass(Written<T, S>{{g, y}, d_residual});
         else
-            pass([=](int64_t i) INLINED {
-                S gradient = load(output + i) <= 0 ? S(0) : S(load(from + i));
-                store(to + i, gradient);
-                return gradient;
-            });
+            pass(Plain<T, S>{d_residual});
     }
 };

@@ -52,8 +52,7 @@ struct Planes {
                 S gradients[LANES] = {}, products[LANES] = {};
                 for (int64_t n = first; n < last; n++) {
                     int64_t start = (n * job.c + c) * job.l + at;
-                    auto here = [&](int64_t i) INLINED { return gradient(start + i); };
-                    add_products(job.x + start, length, mean, here, gradients, products);
+                    add_products(job.x + start, length, mean, gradient.from(start), gradients, products);
                 }
                 sums.gradient += total(gradients);
                 sums.product += total(products);
