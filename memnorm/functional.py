@@ -11,8 +11,6 @@ the biased variance.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -135,73 +133,76 @@ def normalize_with_memory(
 
 def reads_at_once(x: Tensor, memory_mean: Tensor) -> bool:
     """Whether the kernels normalise `x`: they copy what they read of the memory, which may then change."""
-    return cpu.takes(x, memory_mean)
-
-
-def train_on_kernels(inputs: cpu.Inputs, memory: cpu.Memory, recording: bool) -> Tensor:
-    """A whole training forward of a layer in one call: normalised with the memory, and recorded into it."""
-    return _differentiably(inputs, functools.partial(cpu.train, memory=memory, recording=recording))
+    return cpu.takes(x, memory_mean.dtype) and cpu.readable(memory_mean, memory_mean.dtype)
 
 
 def _on_kernels(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, memory: Moments, eps: float
 ) -> tuple[Tensor, Moments]:
     found: list[Tensor] = []
-
-    def run(inputs: cpu.Inputs) -> tuple[Tensor, Tensor]:
-        y, saved = cpu.forward(inputs, (memory.mean, memory.var, float(memory.weight)))
-        found.append(saved)
-        return y, saved
-
-    y = _differentiably(cpu.Inputs(x, weight, bias, None, False, eps), run)
+    reading = cpu.Reading(memory.mean, memory.var, float(memory.weight))
+    y = on_kernels(x, weight, bias, None, False, eps, reading, False, found)
     saved = cpu.Saved.of(found[0])
     return y, Moments(saved.batch_mean, saved.batch_var, count_per_channel(x))
 
 
-def _differentiably(inputs: cpu.Inputs, run: Callable[[cpu.Inputs], tuple[Tensor, Tensor]]) -> Tensor:
-    x, weight, bias, residual, *_ = inputs
+def on_kernels(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rectify: bool,
+    eps: float,
+    memory: cpu.Memory | cpu.Reading,
+    recording: bool,
+    found: list[Tensor] | None = None,
+) -> Tensor:
+    """A layer's forward in one call: `cpu.forward`, differentiable. `found` gets what `cpu.Saved` reads."""
     if torch.is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
     ):
-        y: Tensor = _Kernels.apply(x, weight, bias, residual, inputs, run)  # type: ignore[attr-defined]
+        call = (rectify, eps, memory, recording, found)
+        y: Tensor = _Kernels.apply(x, weight, bias, residual, call)  # type: ignore[attr-defined]
         return y
-    return run(inputs)[0]
+    y, saved = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
+    if found is not None:
+        found.append(saved)
+    return y
 
 
 class _Kernels(_SingleLevelFunction):
-    """The whole layer as one node that saves its input and six vectors of C numbers. `run` is the forward.
+    """The whole layer as one node that saves its input and six vectors of C numbers.
 
     Not an `autograd.Function`, whose `apply` prepares for functorch: that costs as much as a small layer, and `takes`
-    has made sure that no transform is active.
+    has made sure that no transform is active. Gradients may leave in the statistics' dtype: autograd casts them.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, inputs, run):
-        y, saved = run(inputs)
-        ctx.save_for_backward(x, weight, saved, y if inputs.rectify else None)
-        ctx.layer = inputs.eps, None if bias is None else bias.dtype
+    def forward(ctx, x, weight, bias, residual, call):
+        rectify, eps, memory, recording, found = call
+        y, saved = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
+        ctx.save_for_backward(x, weight, saved, y if rectify else None)
+        ctx.eps = eps
+        if found is not None:
+            found.append(saved)
         return y
 
     @staticmethod
     def backward(ctx, grad_y):
         x, weight, saved, y = ctx.saved_tensors
-        eps, bias_dtype = ctx.layer
-        needs = ctx.needs_input_grad
+        wants = ctx.needs_input_grad
         if torch.is_grad_enabled() or type(grad_y) is not Tensor or not cpu.unobserved():
             # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
             memory = cpu.Saved.of(saved)
             hat = merge(Moments(memory.memory_mean, memory.memory_var, memory.memory_weight), batch_moments(x))
             grad_y = grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y)
-            gradients = (*_backward_formula(grad_y, x, weight, hat, eps, needs), grad_y)
+            gradients = (*_backward_formula(grad_y, x, weight, hat, ctx.eps, None), grad_y)
         else:
-            gradients = cpu.backward(grad_y, y, x, weight, saved, needs[0], needs[3])
-        grad_x, grad_weight, grad_bias, grad_residual = gradients
-        grad_weight = _to(grad_weight, weight.dtype) if needs[1] else None
-        grad_bias = _to(grad_bias, bias_dtype) if needs[2] else None
-        return grad_x if needs[0] else None, grad_weight, grad_bias, grad_residual if needs[3] else None, None, None
+            gradients = cpu.backward(grad_y, y, x, weight, saved, wants[0], wants[3])
+        return *[gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=False)], None
 
 
 def is_plain(x: Tensor) -> bool:

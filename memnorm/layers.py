@@ -22,9 +22,9 @@ from memnorm.functional import (
     batch_moments,
     count_per_channel,
     normalize_with_memory,
+    on_kernels,
     reads_at_once,
     statistics_dtype,
-    train_on_kernels,
 )
 from memnorm.kernels import cpu
 from memnorm.memory import Remembering
@@ -53,7 +53,7 @@ class Recording:
         return {
             name: value
             for name, value in self.__dict__.items()
-            if name not in ("recording", "_readings", "_watched_by", "_written_at")
+            if name not in ("recording", "_readings", "_watched_by", "_known_memory")
         }
 
 
@@ -164,7 +164,7 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
             self.training
             and self.track_running_stats
             and mean is not None
-            and cpu.takes(x, mean)
+            and cpu.takes(x, mean.dtype)
             and x.numel() > self.num_features
             and (residual is None or (rectify and cpu.are_alike(x, residual)))
             and self._shift_between_means
@@ -176,8 +176,7 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         if memory is None:
             return None
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        inputs = cpu.Inputs(x, weight, bias, residual, rectify, self.eps)
-        return train_on_kernels(inputs, memory, self.recording)
+        return on_kernels(x, weight, bias, residual, rectify, self.eps, memory, self.recording)
 
     def _forward_in_torch(self, input: Tensor) -> Tensor:
         if not (self.training and self.track_running_stats) or self.running_mean is None:

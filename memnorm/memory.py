@@ -6,7 +6,6 @@ device and for compilers; and on the kernels of the processor, where numbers are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ class Remembering:
     prior_from_init: bool
     momentum: float | None
     _buffers: Any
-    _written_at: Sequence[int] = ()  # addresses of buffers that the kernels are known to write
+    _known_memory: cpu.Memory | None = None  # as the kernels last wrote it
     _shift_between_means: bool = True  # False is the paper's Eq. 4, for its ablation
 
     def _read(self, count: Tensor | float, at_once: bool = False) -> Moments:
@@ -70,7 +69,7 @@ class Remembering:
         """Make `batch` the newest remembered one and pool the memory again. Every buffer changes in place; a batch that
         is not finite changes none.
         """
-        memory = self._kernels_memory() if cpu.takes(batch.mean, self.running_mean) else None
+        memory = self._kernels_memory() if cpu.takes(batch.mean, self.running_mean.dtype) else None
         if memory is not None:
             cpu.record(memory, batch.mean, batch.var, float(batch.weight))
             return
@@ -94,19 +93,17 @@ class Remembering:
 
     def _kernels_memory(self) -> cpu.Memory | None:
         """The memory for the kernels; None if they cannot write it."""
-        rules = (
-            self.decay,
-            self.prior_weight,
-            self.prior_from_init and self.momentum is not None,
-            self.momentum is None,
-            self._shift_between_means,
+        evenly = self.momentum is None
+        rules = cpu.Rules(
+            self.decay, self.prior_weight, self.prior_from_init and not evenly, evenly, self._shift_between_means
         )
-        memory = cpu.Memory(self._buffers, rules)
-        if memory.addresses != self._written_at:
-            if not memory.writable():
+        known = self._known_memory
+        if known is None or not known.still(self._buffers, rules):
+            known = cpu.Memory(self._buffers, rules)
+            if not known.writable():
                 return None
-            self._written_at = memory.addresses
-        return memory
+            vars(self)["_known_memory"] = known
+        return known
 
     def _shifted(self, batch: Moments, weight: Tensor) -> tuple[Tensor, ...]:
         """The slots with `batch` in front of them; statistics that stood in for an empty memory become its oldest

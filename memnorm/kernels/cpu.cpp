@@ -113,7 +113,7 @@ void by_slice(const Backward<T, S> &job, Layout layout, int64_t size, int64_t th
 
 // Whole channels to a thread where there are enough: its second reading of a channel then comes from its cache.
 template <class Job> void run(const Job &job, bool planes, int64_t threads) {
-    constexpr int64_t ALONE = 32768;  // values that one thread is done with before a second one has begun
+    constexpr int64_t ALONE = 65536;  // values that one thread is done with before a second one has begun
     if (job.n * job.c * job.l < ALONE) threads = 1;
     if (!planes)
         by_slice(job, Rows(), job.n * job.l, threads < job.n * job.l ? threads : job.n * job.l);

@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 from memnorm.errors import warn
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 0}
+_STATISTICS = {dtype: torch.float64 if dtype is torch.float64 else torch.float32 for dtype in _KINDS}
 _PLAIN = (Tensor, nn.Parameter)
 _CHANNELS_LAST: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -41,23 +42,16 @@ def module() -> Any:
         return None
 
 
-def takes(x: Tensor, statistics: Tensor) -> bool:
-    """Whether the kernels can normalise `x` by statistics such as these."""
-    if is_compiling():  # before anything that a compiler cannot read
-        return False
-    dtype = x.dtype
+def takes(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernels can normalise `x` by statistics of this dtype."""
     return (
-        type(x) in _PLAIN
+        unobserved()
+        and type(x) in _PLAIN
+        and _STATISTICS.get(x.dtype) is dtype
         and x.is_cpu
-        and dtype in _KINDS
-        and type(statistics) in _PLAIN
-        and statistics.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
-        and statistics.is_cpu
-        and statistics.is_contiguous()
         and x.layout is torch.strided
         and x.numel() > 0
         and not x.is_neg()
-        and unobserved()
         and module() is not None
     )
 
@@ -80,39 +74,35 @@ def are_alike(x: Tensor, other: Tensor) -> bool:
     return type(other) in _PLAIN and other.is_cpu and other.dtype is x.dtype and other.shape == x.shape
 
 
-class Inputs(NamedTuple):
-    """What a layer normalises, and what it does with the result: relu(norm(x) + residual) with `rectify`."""
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-    rectify: bool
-    eps: float
+def readable(vector: Tensor, dtype: torch.dtype) -> bool:
+    """Whether statistics can be read through their address."""
+    return type(vector) in _PLAIN and vector.is_cpu and vector.dtype is dtype and vector.is_contiguous()
 
 
-def forward(inputs: Inputs, memory: tuple[Tensor, Tensor, float]) -> tuple[Tensor, Tensor]:
-    """The output, and what `Saved` reads."""
-    mean, var, memory_weight = memory
-    return _run(module().forward, inputs, (mean.data_ptr(), var.data_ptr(), memory_weight), mean.dtype)
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rectify: bool,
+    eps: float,
+    memory: Memory | Reading,
+    recording: bool,
+) -> tuple[Tensor, Tensor]:
+    """y = norm(x), or relu(norm(x) + residual) if `rectify`; and what `Saved` reads.
 
-
-def train(inputs: Inputs, memory: Memory, recording: bool) -> tuple[Tensor, Tensor]:
-    """`forward` with a layer's memory, into which the batch then goes if `recording`."""
-    found = _run(module().train, inputs, (*memory.arguments, recording), memory.dtype)
-    if recording:
-        increment_version(memory.buffers)
-    return found
-
-
-def _run(function: Any, inputs: Inputs, arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x, weight, bias, residual, rectify, eps = inputs
+    Of a layer's `Memory`, the batch then becomes a part if `recording`; a `Reading` is only read.
+    """
     data, memory_format, planes, n, c, length = _arranged(x)
-    weight, bias = _vector(weight, dtype), _vector(bias, dtype)
+    dtype = memory.dtype
+    if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
+        weight = weight.to(dtype).contiguous()
+    if bias is not None and (bias.dtype is not dtype or not bias.is_contiguous()):
+        bias = bias.to(dtype).contiguous()
     if residual is not None:
         residual = _like(residual, data, memory_format)
     y, saved = torch.empty_like(data), torch.empty(6 * c + 1, dtype=dtype)
-    function(
+    memory.function(
         _KINDS[data.dtype],
         planes,
         torch.get_num_threads(),
@@ -127,9 +117,11 @@ def _run(function: Any, inputs: Inputs, arguments: tuple[Any, ...], dtype: torch
         y.data_ptr(),
         eps,
         saved.data_ptr(),
-        *arguments,
+        *memory.arguments(recording),
     )
-    return y if y.dtype is x.dtype else y.to(x.dtype), saved
+    if recording:
+        increment_version(memory.buffers)
+    return y if data is x or y.dtype is x.dtype else y.to(x.dtype), saved
 
 
 class Saved(NamedTuple):
@@ -169,7 +161,8 @@ def backward(
     grad_x = torch.empty_like(data) if wants_x else None
     grad_residual = torch.empty_like(data) if wants_residual else None
     grad_weight, grad_bias = torch.empty(c, dtype=dtype), torch.empty(c, dtype=dtype)
-    weight = _vector(weight, dtype)
+    if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
+        weight = weight.to(dtype).contiguous()
     module().backward(
         _KINDS[data.dtype],
         planes,
@@ -214,15 +207,31 @@ def _arranged(x: Tensor) -> tuple[Tensor, Any, bool, int, int, int]:
     return _arranged(x.contiguous(memory_format=suggest_memory_format(x)))
 
 
-def _vector(vector_C: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """In the statistics' dtype and dense."""
-    if vector_C is None or (vector_C.dtype is dtype and vector_C.is_contiguous()):
-        return vector_C
-    return vector_C.to(dtype).contiguous()
+class Reading:
+    """A memory that is read and not written."""
+
+    buffers = ()
+
+    def __init__(self, mean: Tensor, var: Tensor, weight: float) -> None:
+        self.function, self.dtype = module().forward, mean.dtype
+        self._arguments = (mean.data_ptr(), var.data_ptr(), weight)
+
+    def arguments(self, recording: bool) -> tuple[Any, ...]:
+        return self._arguments
+
+
+class Rules(NamedTuple):
+    """How a memory changes."""
+
+    decay: float
+    prior_weight: float
+    prior_always: bool  # the initial statistics count as trained ones
+    evenly: bool  # pool a batch with everything since the reset
+    shift: bool  # count the squared shift between means
 
 
 class Memory:
-    """A layer's memory as the kernels write it: its buffers, and the rules by which they change."""
+    """A layer's memory as the kernels write it: where its buffers are, and the rules by which they change."""
 
     NAMES = (
         "running_mean",
@@ -233,32 +242,40 @@ class Memory:
         "memory_var",
         "memory_count",
     )
+    NAMES_OF_ALL = ("strength", *NAMES)
 
-    def __init__(self, buffers: Mapping[str, Any], rules: tuple[float, float, bool, bool, bool]) -> None:
-        """`rules` are decay, prior_weight, and whether initial statistics count as a prior, batches are pooled evenly,
-        and the shift between means counts.
-        """
-        self.strength = buffers["strength"]
+    def __init__(self, buffers: Mapping[str, Any], rules: Rules) -> None:
+        self.rules = rules
         self.buffers = [buffers[name] for name in self.NAMES]
+        self.strength = buffers["strength"]
+        self.addresses = [buffers[name].data_ptr() for name in self.NAMES_OF_ALL]
         self.dtype = self.buffers[0].dtype
-        self.addresses = [self.strength.data_ptr(), *[buffer.data_ptr() for buffer in self.buffers]]
-        self.arguments = (*self.addresses, len(buffers["memory_count"]), *rules)
+        self.function: Any = getattr(module(), "train", None)
+        self._arguments = (*self.addresses, len(buffers["memory_count"]), *rules)
+
+    def arguments(self, recording: bool) -> tuple[Any, ...]:
+        """What `train` takes of it."""
+        return (*self._arguments, recording)
+
+    def arguments_of_record(self) -> tuple[Any, ...]:
+        return self._arguments[1:]
+
+    def still(self, buffers: Mapping[str, Any], rules: Rules) -> bool:
+        """Whether it still is where it was, under the same rules."""
+        return [buffers[name].data_ptr() for name in self.NAMES_OF_ALL] == self.addresses and rules == self.rules
 
     def writable(self) -> bool:
         """Whether every buffer can be written through its address."""
         dtypes = {"num_batches_tracked": torch.int64, "strength": torch.float64}
-        named = zip((*self.NAMES, "strength"), (*self.buffers, self.strength), strict=True)
-        return module() is not None and all(
-            type(one) in _PLAIN
-            and one.is_cpu
-            and one.is_contiguous()
-            and not one.is_inference()
-            and one.dtype == dtypes.get(name, self.dtype)
-            for name, one in named
+        named = zip(self.NAMES_OF_ALL, (self.strength, *self.buffers), strict=True)
+        return self.function is not None and all(
+            readable(one, dtypes.get(name, self.dtype)) and not one.is_inference() for name, one in named
         )
 
 
 def record(memory: Memory, mean: Tensor, var: Tensor, count: float) -> None:
     """Make a batch the newest remembered one, in place; see `record.h`."""
-    module().record(_KINDS[mean.dtype], mean.numel(), *memory.arguments[1:], mean.data_ptr(), var.data_ptr(), count)
+    module().record(
+        _KINDS[mean.dtype], mean.numel(), *memory.arguments_of_record(), mean.data_ptr(), var.data_ptr(), count
+    )
     increment_version(memory.buffers)

@@ -19,13 +19,21 @@ struct Planes {
         Set set;
         tiles(job, begin, end, [&](int64_t first, int64_t last, int64_t at, int64_t length) INLINED {
             double count = double(last - first) * double(length);
-            S sums[LANES] = {}, rest[LANES] = {}, squares[LANES] = {};
-            for (int64_t n = first; n < last; n++) add(job.x + (n * job.c + c) * job.l + at, length, sums);
-            S centre = S(total(sums) / count);
-            for (int64_t n = first; n < last; n++)
-                add_deviations(job.x + (n * job.c + c) * job.l + at, length, centre, rest, squares);
-            double missed = total(rest) / count;
-            set.join(count, centre + missed, total(squares) - missed * missed * count);
+            Pair<S> sums, rest;
+            for (int64_t n = first; n < last; n++) {
+                const auto *x = job.x + (n * job.c + c) * job.l + at;
+                sums += ::add_up<S>(length, [=](int64_t i) INLINED { return Pair<S>{load(x + i), S(0)}; });
+            }
+            S centre = S(sums.first / count);
+            for (int64_t n = first; n < last; n++) {
+                const auto *x = job.x + (n * job.c + c) * job.l + at;
+                rest += ::add_up<S>(length, [=](int64_t i) INLINED {
+                    S d = load(x + i) - centre;
+                    return Pair<S>{d, d * d};
+                });
+            }
+            double missed = rest.first / count;
+            set.join(count, centre + missed, rest.second - missed * missed * count);
         });
         return set;
     }
@@ -49,13 +57,18 @@ struct Planes {
         S mean = job.hat_mean[c];
         job.receiving(true, [&](auto gradient) INLINED {
             tiles(job, begin, end, [&](int64_t first, int64_t last, int64_t at, int64_t length) INLINED {
-                S gradients[LANES] = {}, products[LANES] = {};
+                Pair<S> pair;
                 for (int64_t n = first; n < last; n++) {
                     int64_t start = (n * job.c + c) * job.l + at;
-                    add_products(job.x + start, length, mean, gradient.from(start), gradients, products);
+                    const auto *x = job.x + start;
+                    auto here = gradient.from(start);
+                    pair += ::add_up<S>(length, [=](int64_t i) INLINED {
+                        S g = here(i);
+                        return Pair<S>{g, g * (load(x + i) - mean)};
+                    });
                 }
-                sums.gradient += total(gradients);
-                sums.product += total(products);
+                sums.gradient += pair.first;
+                sums.product += pair.second;
             });
         });
         return sums;

@@ -42,35 +42,33 @@ template <class S> struct Pool {
     }
 };
 
-// The moments of the union, and whether they are finite. Means are summed as differences from the first, which loses no
-// digits to data far from zero.
+// The moments of the union, and whether they are finite. They are summed around the heaviest batch's mean: no digits are
+// lost to data far from zero, nor to a light batch far from the others.
 template <class S> INLINE bool unite_rows(const Pool<S> &pool, int64_t c, bool shift, S *mean, S *var) {
     constexpr int64_t BLOCK = 128;
     double unit = 1 / pool.total;
-    std::size_t rows = pool.weights.size();
+    std::size_t rows = pool.weights.size(), heaviest = 0;
+    for (std::size_t r = 1; r < rows; r++)
+        if (pool.weights[r] > pool.weights[heaviest]) heaviest = r;
+    S shifted = shift ? S(1) : S(0);
     int finite = 1;
     for (int64_t begin = 0; begin < c; begin += BLOCK) {
         int64_t width = begin + BLOCK < c ? BLOCK : c - begin;
-        const S *first = pool.means[0] + begin;
+        const S *centre = pool.means[heaviest] + begin;
         S moved[BLOCK] = {}, spread[BLOCK] = {};
-        for (std::size_t r = 1; r < rows; r++) {
-            const S *row = pool.means[r] + begin;
-            S share = S(pool.weights[r] * unit);
-#pragma omp simd
-            for (int64_t j = 0; j < width; j++) moved[j] += share * (row[j] - first[j]);
-        }
         for (std::size_t r = 0; r < rows; r++) {
             const S *row = pool.means[r] + begin, *own = pool.vars[r] + begin;
-            S share = S(pool.weights[r] * unit), of_shift = shift ? share : S(0);
+            S share = S(pool.weights[r] * unit);
 #pragma omp simd
             for (int64_t j = 0; j < width; j++) {
-                S d = (row[j] - first[j]) - moved[j];
-                spread[j] += share * own[j] + of_shift * d * d;
+                S d = row[j] - centre[j];
+                moved[j] += share * d;
+                spread[j] += share * (own[j] + shifted * d * d);
             }
         }
 #pragma omp simd reduction(& : finite)
         for (int64_t j = 0; j < width; j++) {
-            S m = first[j] + moved[j], v = spread[j];
+            S m = centre[j] + moved[j], v = spread[j] - shifted * moved[j] * moved[j];
             mean[begin + j] = m;
             var[begin + j] = v;
             finite &= (m - m) + (v - v) == 0;

@@ -65,49 +65,44 @@ struct Set {
     void join(const Set &other) { join(other.count, other.mean, other.squares); }
 };
 
-constexpr int LANES = 32;  // independent partial sums: four registers of eight floats
+constexpr int LANES = 32;     // independent partial sums: four registers of eight floats
+constexpr int64_t SHORT = 512;  // values that are summed without them
 
-template <class S> INLINE S total(const S *lanes) {
-    S t[8];
-    for (int j = 0; j < 8; j++) t[j] = (lanes[j] + lanes[j + 8]) + (lanes[j + 16] + lanes[j + 24]);
-    return ((t[0] + t[4]) + (t[1] + t[5])) + ((t[2] + t[6]) + (t[3] + t[7]));
+// Sums of two quantities.
+template <class S> struct Pair {
+    S first = 0, second = 0;
+
+    void operator+=(const Pair &other) { first += other.first, second += other.second; }
+};
+
+// Σ first(i) and Σ second(i) over [0, n), where both come from entry(i).
+template <class S, class Entry> INLINE Pair<S> add_short(int64_t n, Entry entry) {
+    S first = 0, second = 0;
+#pragma omp simd reduction(+ : first, second)
+    for (int64_t i = 0; i < n; i++) {
+        Pair<S> one = entry(i);
+        first += one.first;
+        second += one.second;
+    }
+    Pair<S> sums;
+    sums.first = first, sums.second = second;
+    return sums;
 }
 
-template <class T, class S> INLINE void add(const T *x, int64_t n, S *lanes) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int j = 0; j < LANES; j++) lanes[j] += load(x + i + j);
-    for (int j = 0; i + j < n; j++) lanes[j] += load(x + i + j);
-}
-
-template <class T, class S> INLINE void add_deviations(const T *x, int64_t n, S centre, S *lanes, S *squares) {
+template <class S, class Entry> INLINE Pair<S> add_long(int64_t n, Entry entry) {
+    S first[LANES] = {}, second[LANES] = {};
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES)
         for (int j = 0; j < LANES; j++) {
-            S d = load(x + i + j) - centre;
-            lanes[j] += d;
-            squares[j] += d * d;
+            Pair<S> one = entry(i + j);
+            first[j] += one.first;
+            second[j] += one.second;
         }
-    for (int j = 0; i + j < n; j++) {
-        S d = load(x + i + j) - centre;
-        lanes[j] += d;
-        squares[j] += d * d;
-    }
+    Pair<S> sums = add_short<S>(n - i, [&](int64_t j) INLINED { return entry(i + j); });
+    for (int j = 0; j < LANES; j++) sums.first += first[j], sums.second += second[j];
+    return sums;
 }
 
-// `gradient(i)` is the gradient that reaches x[i].
-template <class T, class S, class Gradient>
-INLINE void add_products(const T *x, int64_t n, S centre, Gradient gradient, S *lanes, S *products) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int j = 0; j < LANES; j++) {
-            S g = gradient(i + j);
-            lanes[j] += g;
-            products[j] += g * (load(x + i + j) - centre);
-        }
-    for (int j = 0; i + j < n; j++) {
-        S g = gradient(i + j);
-        lanes[j] += g;
-        products[j] += g * (load(x + i + j) - centre);
-    }
+template <class S, class Entry> INLINE Pair<S> add_up(int64_t n, Entry entry) {
+    return n < SHORT ? add_short<S>(n, entry) : add_long<S>(n, entry);
 }

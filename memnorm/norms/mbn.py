@@ -30,7 +30,7 @@ OWN_ATTRIBUTES = {
     "_plain_dtype",
     "_seasoned",
     "_shift_between_means",
-    "_written_at",
+    "_known_memory",
     "_readings",
     "_watched_by",
     "recording",
