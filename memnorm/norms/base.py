@@ -32,6 +32,7 @@ class RunningNorm(Recording, _BatchNorm):
     MOMENTUM: ClassVar[Any] = ...
     MIN_VALUES: ClassVar[int] = 1  # per channel in training; 2 where the batch's own variance is used
     READS_STATISTICS: ClassVar[bool] = True  # the output depends on them, so a recomputed forward must find them again
+    COUNTS_STEPS: ClassVar[bool] = False  # `num_batches_tracked` is the position in a schedule, too
 
     running_mean: Any  # Tensor, or None without track_running_stats
     running_var: Any
@@ -208,6 +209,12 @@ class RunningNorm(Recording, _BatchNorm):
     def running_from(self, moments: Moments) -> Moments:
         """The running statistics for a population of these moments."""
         return moments
+
+    def training_moments(self, batch: Moments) -> Moments | None:
+        """Mean and variance by which training would now normalise a batch of these moments; None where it takes more
+        than those to know, or training is not a normalisation by two numbers per channel.
+        """
+        return None
 
     def note(self) -> str:
         """What `memnorm.summary` says of the layer."""

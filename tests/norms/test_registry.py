@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from normkit import EACH, chain, each_norm, step
 from support import images, labels
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -11,17 +12,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import memnorm
 from memnorm import norms
 from memnorm.layers import Recording
-
-EACH = norms.available()
-each_norm = pytest.mark.parametrize("name", EACH)
-
-
-def chain(seed=0):
-    """A network every norm can be put into: convolution, norm, rectifier, in a row."""
-    torch.manual_seed(seed)
-    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
-    layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 
 
 def pretrained():
@@ -35,13 +25,6 @@ def pretrained():
                 layer.weight.uniform_(0.5, 2, generator=torch.Generator().manual_seed(1))
                 layer.bias.uniform_(-1, 1, generator=torch.Generator().manual_seed(2))
     return net
-
-
-def step(net, batch, rate=0.01):
-    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(net(images(batch, seed=1)), labels(batch, seed=1)).backward()
-    optimizer.step()
 
 
 def test_the_norms_are_these():
@@ -136,44 +119,3 @@ def test_a_norm_that_scales_with_the_run_takes_its_length(name):
     else:
         with pytest.raises((memnorm.MemnormError, TypeError)):
             memnorm.convert(chain(), name, total_steps=10)
-
-
-@each_norm
-def test_state_dict_holds_all_that_training_changed(name):
-    """A fresh conversion that loads it evaluates the same, and goes on training the same."""
-    net = memnorm.convert(chain(), name)
-    for _ in range(3):
-        step(net, 4)
-    twin = memnorm.convert(chain(seed=1), name)
-    twin.load_state_dict(net.state_dict())
-    for model in (net, twin):
-        step(model, 4)
-    assert torch.equal(net.eval()(images(4, seed=9)), twin.eval()(images(4, seed=9)))
-
-
-@each_norm
-def test_buffers_stay_the_same_tensors(name):
-    net = memnorm.convert(chain(), name)
-    step(net, 4)  # some allocate their state by the first batch's shape
-    before = {key: buffer.data_ptr() for key, buffer in net.named_buffers()}
-    step(net, 4)
-    assert {key: buffer.data_ptr() for key, buffer in net.named_buffers()} == before
-
-
-@each_norm
-def test_eval_changes_nothing(name):
-    net = memnorm.convert(chain(), name)
-    step(net, 4)
-    net.eval()
-    before = {key: value.clone() for key, value in net.state_dict().items()}
-    net(images(4, seed=5) + 3)
-    for key, value in net.state_dict().items():
-        assert torch.equal(value, before[key]), key
-
-
-@each_norm
-def test_batches_of_any_size_follow_each_other(name):
-    net = memnorm.convert(chain(), name)
-    for batch in (4, 2, 7, 3):
-        step(net, batch)
-    assert net.eval()(images(5, seed=0)).isfinite().all()
