@@ -98,8 +98,8 @@ class RunningNorm(Recording, _BatchNorm):
             setattr(self, name, value)
 
     def forward(self, input: Tensor) -> Tensor:
-        if isinstance(input, fx.Proxy):  # a leaf for torch.fx, as torch's own layers are
-            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
+        if isinstance(input, fx.Proxy):
+            return as_leaf(self, input)
         output = self._forward(input)
         return self.act(self.drop(output)) if self._activated else output
 
@@ -230,6 +230,11 @@ class RunningNorm(Recording, _BatchNorm):
     def extra_repr(self) -> str:
         own = "".join(f", {name}={getattr(self, name)}" for name in self.OPTIONS)
         return f"{super().extra_repr()}{own}"
+
+
+def as_leaf(layer: nn.Module, input: Any) -> Any:
+    """The call of `layer` as one node of the graph that torch.fx is tracing, as for torch's own layers."""
+    return input.tracer.create_proxy("call_module", input.tracer.path_of_module(layer), (input,), {})
 
 
 def blend(old: Tensor, new: Tensor, share: Tensor | float) -> Tensor:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from normkit import EACH, chain, each_norm, step
 from support import images, labels
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 
 import memnorm
 from memnorm import norms
@@ -119,3 +120,58 @@ def test_a_norm_that_scales_with_the_run_takes_its_length(name):
     else:
         with pytest.raises((memnorm.MemnormError, TypeError)):
             memnorm.convert(chain(), name, total_steps=10)
+
+
+@each_norm
+def test_fx_traces_a_converted_model(name):
+    net = memnorm.convert(chain(), name)
+    step(net, 4)
+    net.eval()
+    traced = fx.symbolic_trace(net)
+    assert torch.equal(traced(images(4, seed=0)), net(images(4, seed=0)))
+
+
+@each_norm
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_section_trains_the_same(name, reentrant):
+    """Forwards are repeated inside backward, after the statistics have moved on."""
+    plain, checkpointed = memnorm.convert(chain(), name), memnorm.convert(chain(), name)
+    for seed in range(4):
+        for net in (plain, checkpointed):
+            x = images(4, seed=seed).requires_grad_()
+            hidden = net[:7](x) if net is plain else checkpoint(net[:7], x, use_reentrant=reentrant)
+            nn.functional.cross_entropy(net[7:](hidden), labels(4, seed=seed)).backward()
+            torch.optim.SGD(net.parameters(), lr=0.05).step()
+            net.zero_grad()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(checkpointed.state_dict()[key], value, rtol=1e-4, atol=1e-5)
+
+
+@each_norm
+def test_frozen_parameters_get_no_gradient_and_channels_last_changes_nothing(name):
+    nets = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        net = chain()
+        for layer in (net[0], net[1]):
+            layer.requires_grad_(False)
+        net = memnorm.convert(net, name)
+        for seed in range(2):
+            x = images(4, seed=seed).contiguous(memory_format=layout)
+            nn.functional.cross_entropy(net(x), labels(4, seed=seed)).backward()
+        nets.append(net)
+    for ours, other in zip(*(net.parameters() for net in nets), strict=True):
+        assert (ours.grad is None) == (not ours.requires_grad)
+        if ours.grad is not None:
+            torch.testing.assert_close(other.grad, ours.grad, rtol=1e-4, atol=1e-5)
+    assert sum(not parameter.requires_grad for parameter in nets[0].parameters()) >= 3
+
+
+@each_norm
+def test_without_affine_map_or_running_statistics_it_trains_and_evaluates(name):
+    net = chain()
+    net[1], net[5] = nn.BatchNorm2d(8, affine=False), nn.BatchNorm2d(8, track_running_stats=False)
+    net = memnorm.convert(net, name)
+    for seed in range(3):
+        step(net, 4, seed=seed)
+    assert net.eval()(images(4, seed=0)).isfinite().all()
+    assert copy.deepcopy(net).load_state_dict(net.state_dict()).missing_keys == []

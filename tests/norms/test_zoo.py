@@ -23,7 +23,7 @@ class Trial(NamedTuple):
 
 
 # Networks made by the same code as another one, and large ones, are tried at the batch size that is harder for a norm;
-# large ones over fewer steps: they have to be slow, not the norms.
+# large ones over fewer steps, which takes long enough.
 ZOO = {
     "small": Trial(8),
     "nin": Trial(8),
@@ -33,17 +33,18 @@ ZOO = {
     "resnet44": Trial(8, batches=(2,)),
     "resnet56": Trial(8),
     "resnet110": Trial(8, batches=(2,)),
-    "vgg16_cifar": Trial(32, steps=16, batches=(2,)),
+    "vgg16_cifar": Trial(32, steps=10, batches=(2,)),
     "vgg16_imagenet": Trial(32, steps=10, batches=(2,)),
-    "resnet18": Trial(64, steps=16),
-    "resnet34": Trial(64, steps=16, batches=(2,)),
-    "resnet50": Trial(64, steps=16, batches=(2,)),
-    "googlenet": Trial(64, steps=16, batches=(2,)),
+    "resnet18": Trial(64, steps=10),
+    "resnet34": Trial(64, steps=10, batches=(2,)),
+    "resnet50": Trial(64, steps=10, batches=(2,)),
+    "googlenet": Trial(64, steps=10, batches=(2,)),
     "prelu_net": Trial(32, steps=10, batches=(2,)),
 }
 SYNONYMS = {"vgg16"}  # one of the two other names for VGG-16, by the size of the images
 CHAINS = {"small", "nin", "vgg16_cifar", "vgg16_imagenet"}  # what normprop knows the moments of; see below
-ADAM = ("normprop", "weight_norm")  # their scale grows with depth, and plain SGD needs a rate for each network
+ADAM = ("normprop", "weight_norm")  # their scale grows with depth, and plain SGD needs a rate for each network; the
+# authors of weight norm use Adam, too
 
 
 def applies(norm, model):
@@ -52,20 +53,21 @@ def applies(norm, model):
 
 def network(model, norm, seed):
     torch.manual_seed(seed)
-    size = ZOO[model].size
+    trial = ZOO[model]
     options = {"dropout": 0.0} if "dropout" in models.get(model).options else {}  # whose noise hides a few steps' gain
-    net = models.build(model, classes=10, image_shape=(3, size, size), **options)
+    net = models.build(model, classes=10, image_shape=(3, trial.size, trial.size), **options)
     for module in net.modules():
         if isinstance(module, nn.Linear) and module.weight.numel() > 1e6:
             module.requires_grad_(False)  # a hundred million weights that no norm touches
-    return memnorm.convert(net, norm)
+    return memnorm.convert(net, norm, **({"total_steps": trial.steps} if norms.get(norm).scales_with_run else {}))
 
 
 def losses(net, images, steps, adam):
+    """Of a training on one batch, its learning rate in proportion to the batch size: 0.1 for 64 images."""
     labels = torch.arange(len(images)) % 10
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    make = torch.optim.Adam if adam else torch.optim.SGD
-    optimizer = make(parameters, **({"lr": 0.001} if adam else {"lr": 0.02, "momentum": 0.9}))
+    sgd = torch.optim.SGD(parameters, lr=0.1 * len(images) / 64, momentum=0.9)
+    optimizer = torch.optim.Adam(parameters, lr=0.001) if adam else sgd
     found = []
     for _ in range(steps):
         optimizer.zero_grad()
