@@ -159,10 +159,8 @@ def test_the_variance_of_several_batches_has_the_shift_between_their_means(name)
 
 
 def test_the_window_of_cbn_has_the_shift_between_its_means():
-    """Normalised by the union of two such batches, values are about ±1; without the shift they would be in the
-    hundreds.
-    """
-    net = layer_of("cbn", window=2)
+    """Normalised by the union of four such batches, values are about ±1; without the shift they would be larger."""
+    net = layer_of("cbn", window=4)
     for index in range(4):
         y = net(0.01 * randn(4, 3, 2, 2, seed=index) + (-1) ** index)
     torch.testing.assert_close(y.abs(), torch.ones_like(y), rtol=0, atol=0.1)
