@@ -37,7 +37,9 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
         model = memnorm.convert(model, memory_size=None, decay=0.99)
 
     Parameters stay the same objects, so an optimizer made before the conversion goes on working; running statistics,
-    mode, device, hooks and sharing are kept, and `convert(model).eval()` computes what `model.eval()` did. Layers that
+    mode, device, hooks and sharing are kept, and `convert(model).eval()` computes what `model.eval()` did. So it is for
+    memorized batch norm and the other norms of that family; some norms add parameters ("frn", "evonorm_s0") or replace
+    those of convolutions ("weight_norm"): make the optimizer after such a conversion (see `docs/norms/`). Layers that
     are more than a batch norm are converted with what they do (timm's BatchNormAct2d), or left alone and named in a
     warning (frozen, lazy or parametrized norms, subclasses with a forward of their own). Layers that are memorized
     already get the options that are given and keep their memory; layers of other norms count as the batch norm they

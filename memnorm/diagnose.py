@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memnorm.errors import NothingToRecord, OptionError
-from memnorm.estimate import Forward, Layers, _call, _norms_in, _tracking_layers, _watched, population, rms
+from memnorm.estimate import Forward, Layers, _call, _norms_in, _tracking_layers, _watched, for_layer, population, rms
 from memnorm.functional import Moments, merge
 from memnorm.layers import MemorizedBatchNorm
+from memnorm.norms.base import RunningNorm
 from memnorm.text import table
 
 NOTICEABLE = 0.1  # of a standard deviation, or of the output: the size from which the verdict speaks of a difference
@@ -28,7 +29,7 @@ NOTICEABLE = 0.1  # of a standard deviation, or of the output: the size from whi
 @dataclass(frozen=True)
 class LayerDiagnosis:
     """One layer, all numbers in units of a standard deviation of its inputs (root mean square over channels and
-    batches).
+    batches). `disagreement` is nan where the norm's rule in training cannot be told from the moments of a batch.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Diagnosis:
                 f"{d.values_per_batch:.0f}",
                 f"{d.batch_noise:.3f}",
                 f"{d.staleness:.3f}",
-                f"{d.disagreement:.3f}",
+                "unknown" if math.isnan(d.disagreement) else f"{d.disagreement:.3f}",
             )
             for d in self.layers
         ]
@@ -73,8 +74,9 @@ def diagnose(
 
     Per layer: how far the statistics of a batch are from those of all batches (`batch_noise`), how far the running
     statistics are from what the layer sees in eval mode (`staleness`), and how far its training and eval outputs are
-    apart (`disagreement`). For plain and memorized batch norm alike. The model is left as it was; dropout is off
-    throughout.
+    apart (`disagreement`). For plain and memorized batch norm and the other norms with running statistics; of "cbn",
+    "ghost", "momentum_bn" and "online" the disagreement is measured at the model's output alone. The
+    model is left as it was; dropout is off throughout.
     """
     if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
         raise OptionError(f"diagnose: expected an iterable of batches, got {type(batches).__name__}: put it in a list")
@@ -116,17 +118,26 @@ def _layer_diagnosis(name: str, layer: Any, per_batch: list[Moments], in_eval: M
     population = per_batch[0]
     for moments in per_batch[1:]:
         population = merge(population, moments)
-    noise = [_distance(moments, population, layer.eps) for moments in per_batch]
+    kept = for_layer(layer, population)
+    noise = [_distance(for_layer(layer, moments), kept, layer.eps) for moments in per_batch]
     running = Moments(layer.running_mean.to(in_eval.mean), layer.running_var.to(in_eval.var), 0.0)
-    gaps = [_output_gap(_training_moments(layer, moments), running, moments, layer.eps) for moments in per_batch]
+    stale = _distance(running, for_layer(layer, in_eval), layer.eps)
     values = sum(float(moments.weight) for moments in per_batch) / len(per_batch)
-    return LayerDiagnosis(
-        name, type(layer).__name__, values, rms(noise), rms([_distance(running, in_eval, layer.eps)]), rms(gaps)
-    )
+    gap = _gap(layer, per_batch, running)
+    return LayerDiagnosis(name, type(layer).__name__, values, rms(noise), rms([stale]), gap)
 
 
-def _training_moments(layer: Any, batch: Moments) -> Moments:
+def _gap(layer: Any, per_batch: list[Moments], running: Moments) -> float:
+    """How far the layer's normalised values are apart in training and eval mode; nan if that cannot be told."""
+    used = [(_training_moments(layer, batch), batch) for batch in per_batch]
+    gaps = [_output_gap(train, running, batch, layer.eps) for train, batch in used if train is not None]
+    return rms(gaps) if gaps else math.nan
+
+
+def _training_moments(layer: Any, batch: Moments) -> Moments | None:
     """What the layer normalises `batch` with in training mode."""
+    if isinstance(layer, RunningNorm):
+        return layer.training_moments(batch)
     if not isinstance(layer, MemorizedBatchNorm):
         return batch
     memory = layer._read(batch.weight)

@@ -64,8 +64,9 @@ def recalibrate(
     depend on how the data is split. `batches` is gone through repeatedly: a list or a DataLoader that yields the same
     data each time.
 
-    A memory is emptied, and the new statistics stand in for it. Layers frozen by the user (in eval mode while the model
-    is in training mode) are left alone. If anything raises, the model is as before.
+    A memory is emptied, and the new statistics stand in for it. What other norms keep for training is left alone, with
+    the number of batches from which a schedule ("brn", "momentum_bn") knows how far it is. Layers frozen by the user
+    (in eval mode while the model is in training mode) are left alone. If anything raises, the model is as before.
 
     Args:
         batches: what the model takes; of a tuple or list the first element, a mapping as keyword arguments.
@@ -231,7 +232,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 def _change(layer: Any, new: Moments) -> float:
     """How far writing `new` moves the running statistics: the mean in standard deviations, the variance relatively."""
-    new = _for_layer(layer, new)
+    new = for_layer(layer, new)
     mean, var = new.mean.to(layer.running_mean.dtype), new.var.to(layer.running_var.dtype)
     scale = new.var + layer.eps
     shift = (layer.running_mean - mean).abs() / scale.sqrt()
@@ -239,7 +240,7 @@ def _change(layer: Any, new: Moments) -> float:
     return float(torch.maximum(shift, growth).max())
 
 
-def _for_layer(layer: Any, moments: Moments) -> Moments:
+def for_layer(layer: Any, moments: Moments) -> Moments:
     """What the layer keeps of a population; not every norm keeps mean and variance."""
     return layer.running_from(moments) if isinstance(layer, RunningNorm) else moments
 
@@ -247,10 +248,11 @@ def _for_layer(layer: Any, moments: Moments) -> Moments:
 def _write(layer: Any, moments: Moments, batches: int) -> None:
     if isinstance(layer, MemorizedBatchNorm):
         layer.reset_memory()
-    moments = _for_layer(layer, moments)
+    moments = for_layer(layer, moments)
     layer.running_mean.copy_(moments.mean)
     layer.running_var.copy_(moments.var)
-    layer.num_batches_tracked.fill_(batches)
+    if not (isinstance(layer, RunningNorm) and layer.COUNTS_STEPS):
+        layer.num_batches_tracked.fill_(batches)
 
 
 @contextmanager

@@ -37,8 +37,14 @@ def render() -> dict[Path, str]:
         ROOT / "docs/records.md": records(real),
         ROOT / "docs/test-record.md": test_record(tests),
         ROOT / "docs/norms/README.md": norm_docs.overview(costs),
-        **norm_docs.cards(ROOT / "docs/norms", costs, errors(tuned)),
+        **norm_docs.cards(ROOT / "docs/norms", costs, by_length(tuned)),
     }
+
+
+def by_length(runs: list[StoredRun]) -> dict[int, dict[str, dict[int, float]]]:
+    """Error of each arm by seed, for every length of training."""
+    lengths = sorted({run.spec.iterations for run in runs})
+    return {steps: errors([run for run in runs if run.spec.iterations == steps]) for steps in lengths}
 
 
 def errors(runs: list[StoredRun]) -> dict[str, dict[int, float]]:

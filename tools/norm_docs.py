@@ -11,6 +11,7 @@ from memnorm import norms
 from memnorm.lab.spec import arm_name
 from memnorm.lab.statistics import Sample, difference
 
+Errors = Mapping[str, Mapping[int, float]]  # by arm and seed
 MEASURED = re.compile(r"<!-- measured -->.*?(?=\n## )", re.DOTALL)
 
 
@@ -72,8 +73,8 @@ def about(costs: Mapping[str, Any]) -> str:
     )
 
 
-def cards(folder: Path, costs: Mapping[str, Any], errors: Mapping[str, Mapping[int, float]]) -> dict[Path, str]:
-    """Every card with its measurements filled in."""
+def cards(folder: Path, costs: Mapping[str, Any], errors: Mapping[int, Errors]) -> dict[Path, str]:
+    """Every card with its measurements filled in; `errors` by the steps of the training."""
     found = {}
     for name in norms.available():
         path = folder / f"{name}.md"
@@ -82,20 +83,24 @@ def cards(folder: Path, costs: Mapping[str, Any], errors: Mapping[str, Mapping[i
     return found
 
 
-def measured(name: str, costs: Mapping[str, Any], errors: Mapping[str, Mapping[int, float]]) -> str:
+def measured(name: str, costs: Mapping[str, Any], errors: Mapping[int, Errors]) -> str:
     train, evaluation = (cost_of(costs, name, what) for what in ("train", "eval"))
     lines = [
         f"A training step takes {train['ratio']:.2f} times BN's (middle half of the rounds: {train['low']:.2f} to "
         f"{train['high']:.2f}), a forward in eval mode {evaluation['ratio']:.2f} times ([how and where](README.md)).",
     ]
-    for scheme in ("single", "double"):
-        arm = arm_name(name, scheme)
-        if arm in errors:
-            gap = difference(errors[arm], errors["BN"]) if arm != "BN" else None
-            interval = gap.interval() if gap else None
-            beside = f"; {gap.mean:+.2f} against BN" if gap else ""
-            beside += f", 95 % interval {interval[0]:+.2f} to {interval[1]:+.2f}" if interval else ""
-            sample = Sample(list(errors[arm].values())).text
-            lines.append(f"Digits, batch size 4: {arm} {sample} % test error{beside}.")
-    lines.append("(600 steps; learning rate 0.1 or 0.01, whichever did better on held-out training images.)")
+    arms = [arm_name(name, scheme) for scheme in ("single", "double")]
+    for steps, found in errors.items():
+        lines += [f"Digits, batch size 4, {steps:,} steps: {beside_bn(arm, found)}." for arm in arms if arm in found]
+    lines.append("(Learning rate 0.1 or 0.01, whichever did better on held-out training images.)")
     return "\n".join(lines)
+
+
+def beside_bn(arm: str, errors: Errors) -> str:
+    text = f"{arm} {Sample(list(errors[arm].values())).text} % test error"
+    if arm == "BN":
+        return text
+    gap = difference(errors[arm], errors["BN"])
+    interval = gap.interval()
+    beside = f", 95 % interval {interval[0]:+.2f} to {interval[1]:+.2f}" if interval else ""
+    return f"{text}; {gap.mean:+.2f} against BN{beside}"

@@ -32,6 +32,7 @@ class RunningNorm(Recording, _BatchNorm):
     MOMENTUM: ClassVar[Any] = ...
     MIN_VALUES: ClassVar[int] = 1  # per channel in training; 2 where the batch's own variance is used
     READS_STATISTICS: ClassVar[bool] = True  # the output depends on them, so a recomputed forward must find them again
+    COUNTS_STEPS: ClassVar[bool] = False  # `num_batches_tracked` is the position in a schedule, too
 
     running_mean: Any  # Tensor, or None without track_running_stats
     running_var: Any
@@ -97,8 +98,8 @@ class RunningNorm(Recording, _BatchNorm):
             setattr(self, name, value)
 
     def forward(self, input: Tensor) -> Tensor:
-        if isinstance(input, fx.Proxy):  # a leaf for torch.fx, as torch's own layers are
-            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
+        if isinstance(input, fx.Proxy):
+            return as_leaf(self, input)
         output = self._forward(input)
         return self.act(self.drop(output)) if self._activated else output
 
@@ -209,6 +210,12 @@ class RunningNorm(Recording, _BatchNorm):
         """The running statistics for a population of these moments."""
         return moments
 
+    def training_moments(self, batch: Moments) -> Moments | None:
+        """Mean and variance by which training would now normalise a batch of these moments; None where it takes more
+        than those to know, or training is not a normalisation by two numbers per channel.
+        """
+        return None
+
     def note(self) -> str:
         """What `memnorm.summary` says of the layer."""
         if self.running_mean is None:
@@ -223,6 +230,11 @@ class RunningNorm(Recording, _BatchNorm):
     def extra_repr(self) -> str:
         own = "".join(f", {name}={getattr(self, name)}" for name in self.OPTIONS)
         return f"{super().extra_repr()}{own}"
+
+
+def as_leaf(layer: nn.Module, input: Any) -> Any:
+    """The call of `layer` as one node of the graph that torch.fx is tracing, as for torch's own layers."""
+    return input.tracer.create_proxy("call_module", input.tracer.path_of_module(layer), (input,), {})
 
 
 def blend(old: Tensor, new: Tensor, share: Tensor | float) -> Tensor:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole
-from memnorm.norms.base import check_options, with_affine
+from memnorm.norms.base import as_leaf, check_options, with_affine
 
 Layer = TypeVar("Layer", bound="BatchFreeNorm")
 
@@ -61,6 +61,15 @@ class BatchFreeNorm(nn.Module):
             nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            return as_leaf(self, input)
+        self._check(input)
+        return self._forward(input)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def _check(self, x: Tensor) -> None:
         name = type(self).__name__

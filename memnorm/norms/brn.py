@@ -36,6 +36,7 @@ class BatchRenorm(RunningNorm):
     OPTIONS: ClassVar[dict[str, Any]] = {"r_max": 3.0, "d_max": 5.0, "total_steps": None}
     MOMENTUM = 0.01
     MIN_VALUES = 2
+    COUNTS_STEPS = True
 
     r_max: float
     d_max: float
@@ -63,14 +64,23 @@ class BatchRenorm(RunningNorm):
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         batch = batch_moments(x.detach())
-        r_max, d_max = self.limits(state.weight)
-        mean, deviation = state.mean.to(batch.mean.dtype), self._deviation(state.var.to(batch.var.dtype))
-        r = (self._deviation(batch.var) / deviation).clamp(1 / r_max, r_max)
-        d = ((batch.mean - mean) / deviation).clamp(-d_max, d_max)
+        r, d = self._correction(batch, state)
         if self.weight is not None:
             r, d = r * self.weight, d * self.weight
         bias = d if self.bias is None else d + self.bias
         return F.batch_norm(x, None, None, r, bias, True, 0.0, self.eps), batch
+
+    def _correction(self, batch: Moments, state: Moments) -> tuple[Tensor, Tensor]:
+        """r and d."""
+        r_max, d_max = self.limits(state.weight)
+        mean, deviation = state.mean.to(batch.mean.dtype), self._deviation(state.var.to(batch.var.dtype))
+        r = (self._deviation(batch.var) / deviation).clamp(1 / r_max, r_max)
+        return r, ((batch.mean - mean) / deviation).clamp(-d_max, d_max)
+
+    def training_moments(self, batch: Moments) -> Moments:
+        r, d = self._correction(batch, self._read())
+        deviation = self._deviation(batch.var) / r
+        return Moments(batch.mean - d * deviation, deviation.square() - self.eps, batch.weight)
 
     def _record(self, batch: Moments, state: Moments) -> None:
         share = self._share(self.num_batches_tracked)

@@ -9,7 +9,8 @@ statistics in its own filter and bias:
     y = γ (x − μ̄)/√(σ̄² + ε) + β
 
 The gradient flows through the present batch's share of μ̄ and σ̄²; earlier batches are constants. Running statistics
-and eval are batch norm's. For the first `burn_in` batches k is 1.
+and eval are batch norm's. For the first `burn_in` batches k is 1: the expansion holds for small steps of the weights,
+and the steps of a training are largest at first.
 
 With p the input patch under the filter, x = θ·p + b, so ∂μ/∂θ = mean(p), which is the same for all channels of a group,
 and with σ² in place of ν, which loses no digits where the mean is large, ∂σ²/∂θ = 2 cov(x, p) and
@@ -36,9 +37,11 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from memnorm.errors import InputError
 from memnorm.functional import Moments, count_per_channel, normalize_with_memory, snapshot, statistics_dtype
+from memnorm.norms.brn import check_total_steps
 from memnorm.norms.window import WindowedNorm, check_whole, count_up, place
 
 NOTE = "_memnorm_source"
+BURN_IN = 2 / 3  # of the training, as in the authors' configurations for COCO: 8 of 12 epochs
 
 
 class Source(NamedTuple):
@@ -54,10 +57,11 @@ class CrossIterationBatchNorm(WindowedNorm):
 
     Args:
         window: k, the batches whose statistics are used, the present one included.
-        burn_in: batches before earlier ones are used.
+        burn_in: batches before earlier ones are used; None: two thirds of `total_steps`, or none if that is not given.
+        total_steps: length of the training.
     """
 
-    OPTIONS: ClassVar[dict[str, Any]] = {"window": 8, "burn_in": 0}
+    OPTIONS: ClassVar[dict[str, Any]] = {"window": 4, "burn_in": None, "total_steps": None}
     MEMORY: ClassVar[tuple[str, ...]] = (
         "memory_mean",
         "memory_var",
@@ -72,6 +76,7 @@ class CrossIterationBatchNorm(WindowedNorm):
 
     window: int
     burn_in: int
+    total_steps: int | None
     memory_mean: Tensor  # moments of earlier batches under the weights they had
     memory_var: Tensor
     memory_linear_mean: Tensor  # slope · weights, under those weights
@@ -86,6 +91,9 @@ class CrossIterationBatchNorm(WindowedNorm):
 
     def _install(self, **options: Any) -> None:
         super()._install(**options)
+        check_total_steps("cbn", self.total_steps)
+        if self.burn_in is None:
+            self.burn_in = round(BURN_IN * (self.total_steps or 0))
         self.window, self.burn_in = check_whole("window", self.window, 1), check_whole("burn_in", self.burn_in, 0)
         self._fed_by = self._feed = None
         for name in self.MEMORY[:4]:
@@ -269,6 +277,7 @@ ENTRY: dict[str, Any] = {
     "keeps_weights": True,
     "folds": True,
     "double_forward": "fresher statistics",
+    "scales_with_run": True,
     "surgery": watch_sources,
     "settle": unwatch_sources,
 }

@@ -52,18 +52,17 @@ class EvoNormS0(BatchFreeNorm):
         if self.gate is not None:
             nn.init.ones_(self.gate)
 
-    def forward(self, input: Tensor) -> Tensor:
-        self._check(input)
+    def _forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self._affine(input)
-        if self.num_features // self.num_groups * spatial_count(input) < 2:
+            return self._affine(x)
+        if self.num_features // self.num_groups * spatial_count(x) < 2:
             raise InputError(
                 f"EvoNormS0: needs two values or more in each of its {self.num_groups} groups, to have a variance; got "
-                f"shape {tuple(input.shape)}. Use fewer groups: "
+                f"shape {tuple(x.shape)}. Use fewer groups: "
                 f'memnorm.convert(model, "evonorm_s0", num_groups={max(1, self.num_groups // 2)}).'
             )
-        gated = input * torch.sigmoid(per_channel(self.gate, input) * input)
-        return self._affine(gated, self._inverse_deviation(input)).to(input.dtype)
+        gated = x * torch.sigmoid(per_channel(self.gate, x) * x)
+        return self._affine(gated, self._inverse_deviation(x)).to(x.dtype)
 
     def _inverse_deviation(self, x: Tensor) -> Tensor:
         """1/√(s² + ε) of the group of each channel, (N, C, 1, …)."""

@@ -50,17 +50,16 @@ class FilterResponseNorm(BatchFreeNorm):
         if self.added_eps is not None:
             nn.init.constant_(self.added_eps, 1e-4)
 
-    def forward(self, input: Tensor) -> Tensor:
-        self._check(input)
-        if self.added_eps is None and spatial_count(input) == 1:
+    def _forward(self, x: Tensor) -> Tensor:
+        if self.added_eps is None and spatial_count(x) == 1:
             raise InputError(
-                f"FilterResponseNorm: of a single value per image and channel (shape {tuple(input.shape)}) only the "
+                f"FilterResponseNorm: of a single value per image and channel (shape {tuple(x.shape)}) only the "
                 'sign would be left. Use memnorm.convert(model, "frn", learned_eps=True), or larger images.'
             )
         eps: Any = self.eps if self.added_eps is None else self.eps + self.added_eps.abs()
-        wide = input.to(statistics_dtype(input.dtype))
-        power = wide.square().mean(list(range(2, input.dim())), keepdim=True) if input.dim() > 2 else wide.square()
-        y = self._affine(input, torch.rsqrt(power + eps))
+        wide = x.to(statistics_dtype(x.dtype))
+        power = wide.square().mean(list(range(2, x.dim())), keepdim=True) if x.dim() > 2 else wide.square()
+        y = self._affine(x, torch.rsqrt(power + eps))
         return y if self.threshold is None else torch.maximum(y, per_channel(self.threshold, y).to(y.dtype))
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from memnorm.errors import InputError
-from memnorm.norms.base import with_affine
+from memnorm.norms.base import as_leaf, with_affine
 from memnorm.norms.batch_free import spatial_count
 
 
@@ -24,6 +24,8 @@ class InstanceNorm(_InstanceNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            return as_leaf(self, input)
         self._check_input_dim(input)
         return self._apply_instance_norm(input)
 

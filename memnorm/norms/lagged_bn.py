@@ -38,6 +38,11 @@ class LaggedBatchNorm(RunningNorm):
         memory = Moments(state.mean, state.var, weight)
         return normalize_with_memory(x, self.weight, self.bias, memory, self.eps, shift=False)
 
+    def training_moments(self, batch: Moments) -> Moments:
+        share = self._share(self.num_batches_tracked)
+        mean, var = self.running_mean.to(batch.mean), self.running_var.to(batch.var)
+        return Moments(blend(mean, batch.mean, share), blend(var, batch.var, share), batch.weight)
+
     def _record(self, batch: Moments, state: Moments) -> None:
         share = self._share(self.num_batches_tracked)
         self._store(blend(self.running_mean, batch.mean, share), blend(self.running_var, batch.var, share))

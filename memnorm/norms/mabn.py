@@ -121,6 +121,10 @@ class MovingAverageBatchNorm(WindowedNorm):
             count_up(self.memory_backwards, finite, self.window - 1)
         return average
 
+    def training_moments(self, batch: Moments) -> Moments:
+        average, ratio, _ = self._averages(_square(batch), self._read())
+        return Moments(torch.zeros_like(average), (average + self.eps) / ratio.square() - self.eps, batch.weight)
+
     def running_from(self, moments: Moments) -> Moments:
         """The running statistics for a population of these moments: mean zero, and the second moment."""
         return Moments(torch.zeros_like(moments.mean), _square(moments), moments.weight)

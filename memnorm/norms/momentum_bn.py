@@ -36,6 +36,7 @@ class MomentumBatchNorm(RunningNorm):
 
     OPTIONS: ClassVar[dict[str, Any]] = {"ideal_batch_size": 32, "total_steps": None}
     MIN_VALUES = 2
+    COUNTS_STEPS = True
 
     ideal_batch_size: float
     total_steps: int | None

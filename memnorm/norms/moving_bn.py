@@ -26,6 +26,9 @@ class MovingBatchNorm(RunningNorm):
         y = F.batch_norm(x, state.mean, state.var, self.weight, self.bias, False, 0.0, self.eps)
         return y, batch_moments(x.detach())
 
+    def training_moments(self, batch: Moments) -> Moments:
+        return Moments(self.running_mean.to(batch.mean), self.running_var.to(batch.var), batch.weight)
+
 
 ENTRY: dict[str, Any] = {
     "name": "moving_bn",

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.errors import OptionError, is_number
-from memnorm.norms.base import has_activation, takes_over
+from memnorm.norms.base import as_leaf, has_activation, takes_over
 from memnorm.norms.batch_free import BatchFreeNorm, fresh_layers
 from memnorm.norms.wiring import Unseen, Wiring
 
@@ -52,9 +52,8 @@ class NormProp(BatchFreeNorm):
         if not is_number(self.ratio) or not 0 < self.ratio < math.inf:
             raise OptionError(f"NormProp: ratio must be a positive number; got {self.ratio!r}")
 
-    def forward(self, input: Tensor) -> Tensor:
-        self._check(input)
-        return self._affine(input, 1 / self.ratio)
+    def _forward(self, x: Tensor) -> Tensor:
+        return self._affine(x, 1 / self.ratio)
 
 
 class Standardize(nn.Module):
@@ -85,6 +84,8 @@ class _UnitConv:
     _conv_forward: Any
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            return as_leaf(self, input)
         return self._conv_forward(input, unit(self.weight), self.bias)
 
 
@@ -104,6 +105,8 @@ class UnitLinear(nn.Linear):
     """A linear layer with rows of unit length, whatever length its weight has."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, fx.Proxy):
+            return as_leaf(self, input)
         return F.linear(input, unit(self.weight), self.bias)
 
 

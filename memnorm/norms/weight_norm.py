@@ -70,11 +70,10 @@ class WeightNormAffine(BatchFreeNorm):
         self.initialized.fill_(not self.data_init)
         self._ready = False
 
-    def forward(self, input: Tensor) -> Tensor:
-        self._check(input)
-        if self.training and not self._ready and not input.is_meta:
-            self._ready = bool(self.initialized) or self._initialize(input.detach())
-        return self._affine(input)
+    def _forward(self, x: Tensor) -> Tensor:
+        if self.training and not self._ready and not x.is_meta:
+            self._ready = bool(self.initialized) or self._initialize(x.detach())
+        return self._affine(x)
 
     @torch.no_grad()
     def _initialize(self, x: Tensor) -> bool:

@@ -173,6 +173,19 @@ def test_the_memory_fills_and_then_stays_full(steps, filled):
     assert int((norm.memory_var > 0).all(1).sum()) == filled
 
 
+@pytest.mark.parametrize(
+    ("options", "burn_in"),
+    [({}, 0), ({"total_steps": 9}, 6), ({"total_steps": 9, "burn_in": 2}, 2), ({"burn_in": 0, "total_steps": 9}, 0)],
+)
+def test_two_thirds_of_a_training_of_known_length_are_batch_norms(options, burn_in):
+    net, shape = fed(**options)
+    plain, _ = fed(window=1)
+    for seed in range(8):
+        x = leaf(shape, seed=seed) + 0.1 * seed
+        same = torch.allclose(net(x), plain(x), rtol=0, atol=1e-9)
+        assert same == (seed < max(burn_in, 1)), seed
+
+
 def test_eval_writes_nothing_and_is_batch_norms():
     net, shape = fed(window=4)
     for seed in range(3):

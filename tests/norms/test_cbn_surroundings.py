@@ -277,7 +277,8 @@ def test_half_precision_leaves_what_is_remembered_wide():
     [
         ({"window": 0}, "window must be a whole number, at least 1; got 0"),
         ({"burn_in": 1.5}, "burn_in must be a whole number, at least 0; got 1.5"),
-        ({"rho": 1}, "unknown option rho; its options are window, burn_in"),
+        ({"total_steps": 0}, "total_steps must be the number of steps of the training"),
+        ({"rho": 1}, "unknown option rho; its options are window, burn_in, total_steps"),
     ],
 )
 def test_wrong_options_are_refused_in_words(options, message):

@@ -4,24 +4,15 @@ import copy
 
 import pytest
 import torch
+from normkit import EACH, chain, each_norm, step
 from support import images, labels
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 
 import memnorm
 from memnorm import norms
 from memnorm.layers import Recording
-
-EACH = norms.available()
-each_norm = pytest.mark.parametrize("name", EACH)
-
-
-def chain(seed=0):
-    """A network every norm can be put into: convolution, norm, rectifier, in a row."""
-    torch.manual_seed(seed)
-    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
-    layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 
 
 def pretrained():
@@ -35,13 +26,6 @@ def pretrained():
                 layer.weight.uniform_(0.5, 2, generator=torch.Generator().manual_seed(1))
                 layer.bias.uniform_(-1, 1, generator=torch.Generator().manual_seed(2))
     return net
-
-
-def step(net, batch, rate=0.01):
-    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(net(images(batch, seed=1)), labels(batch, seed=1)).backward()
-    optimizer.step()
 
 
 def test_the_norms_are_these():
@@ -139,41 +123,55 @@ def test_a_norm_that_scales_with_the_run_takes_its_length(name):
 
 
 @each_norm
-def test_state_dict_holds_all_that_training_changed(name):
-    """A fresh conversion that loads it evaluates the same, and goes on training the same."""
-    net = memnorm.convert(chain(), name)
-    for _ in range(3):
-        step(net, 4)
-    twin = memnorm.convert(chain(seed=1), name)
-    twin.load_state_dict(net.state_dict())
-    for model in (net, twin):
-        step(model, 4)
-    assert torch.equal(net.eval()(images(4, seed=9)), twin.eval()(images(4, seed=9)))
-
-
-@each_norm
-def test_buffers_stay_the_same_tensors(name):
-    net = memnorm.convert(chain(), name)
-    step(net, 4)  # some allocate their state by the first batch's shape
-    before = {key: buffer.data_ptr() for key, buffer in net.named_buffers()}
-    step(net, 4)
-    assert {key: buffer.data_ptr() for key, buffer in net.named_buffers()} == before
-
-
-@each_norm
-def test_eval_changes_nothing(name):
+def test_fx_traces_a_converted_model(name):
     net = memnorm.convert(chain(), name)
     step(net, 4)
     net.eval()
-    before = {key: value.clone() for key, value in net.state_dict().items()}
-    net(images(4, seed=5) + 3)
-    for key, value in net.state_dict().items():
-        assert torch.equal(value, before[key]), key
+    traced = fx.symbolic_trace(net)
+    assert torch.equal(traced(images(4, seed=0)), net(images(4, seed=0)))
 
 
 @each_norm
-def test_batches_of_any_size_follow_each_other(name):
-    net = memnorm.convert(chain(), name)
-    for batch in (4, 2, 7, 3):
-        step(net, batch)
-    assert net.eval()(images(5, seed=0)).isfinite().all()
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_section_trains_the_same(name, reentrant):
+    """Forwards are repeated inside backward, after the statistics have moved on."""
+    plain, checkpointed = memnorm.convert(chain(), name), memnorm.convert(chain(), name)
+    for seed in range(4):
+        for net in (plain, checkpointed):
+            x = images(4, seed=seed).requires_grad_()
+            hidden = net[:7](x) if net is plain else checkpoint(net[:7], x, use_reentrant=reentrant)
+            nn.functional.cross_entropy(net[7:](hidden), labels(4, seed=seed)).backward()
+            torch.optim.SGD(net.parameters(), lr=0.05).step()
+            net.zero_grad()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(checkpointed.state_dict()[key], value, rtol=1e-4, atol=1e-5)
+
+
+@each_norm
+def test_frozen_parameters_get_no_gradient_and_channels_last_changes_nothing(name):
+    nets = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        net = chain()
+        for layer in (net[0], net[1]):
+            layer.requires_grad_(False)
+        net = memnorm.convert(net, name)
+        for seed in range(2):
+            x = images(4, seed=seed).contiguous(memory_format=layout)
+            nn.functional.cross_entropy(net(x), labels(4, seed=seed)).backward()
+        nets.append(net)
+    for ours, other in zip(*(net.parameters() for net in nets), strict=True):
+        assert (ours.grad is None) == (not ours.requires_grad)
+        if ours.grad is not None:
+            torch.testing.assert_close(other.grad, ours.grad, rtol=1e-4, atol=1e-5)
+    assert sum(not parameter.requires_grad for parameter in nets[0].parameters()) >= 3
+
+
+@each_norm
+def test_without_affine_map_or_running_statistics_it_trains_and_evaluates(name):
+    net = chain()
+    net[1], net[5] = nn.BatchNorm2d(8, affine=False), nn.BatchNorm2d(8, track_running_stats=False)
+    net = memnorm.convert(net, name)
+    for seed in range(3):
+        step(net, 4, seed=seed)
+    assert net.eval()(images(4, seed=0)).isfinite().all()
+    assert copy.deepcopy(net).load_state_dict(net.state_dict()).missing_keys == []

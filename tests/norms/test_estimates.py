@@ -1,0 +1,79 @@
+"""`recalibrate` and `diagnose` know what each norm keeps, and how it trains."""
+
+import math
+
+import pytest
+import torch
+from normkit import EACH, chain, step
+from support import images, randn
+from torch import nn
+
+import memnorm
+from memnorm import norms
+from memnorm.layers import Recording
+
+STATISTICAL = [name for name in EACH if norms.get(name).records]
+# What training normalises with is more than the moments of the batch tell: ghost batches, the number of images, the
+# weights of the layer in front, the order of the samples.
+UNTOLD = ["cbn", "ghost", "momentum_bn", "online"]
+OPTIONS = {"brn": {"total_steps": 10, "momentum": 0.2}, "mabn": {"warmup": 0, "window": 3}}
+
+
+def trained(name):
+    """One layer without affine map after some drifting batches, and batches of another distribution."""
+    layer = nn.BatchNorm1d(3, affine=False, eps=1e-3, dtype=torch.float64)
+    net = memnorm.convert(nn.Sequential(layer), name, **OPTIONS.get(name, {}))
+    for index in range(6):
+        net((1 + 0.2 * index) * randn(6, 3, seed=80 + index) + 0.3 * index)
+    return net, [randn(5, 3, seed=index) + torch.arange(3.0) for index in range(4)]
+
+
+@pytest.mark.parametrize("name", [name for name in STATISTICAL if name not in UNTOLD])
+def test_disagreement_is_the_difference_between_the_outputs_in_training_and_eval(name):
+    net, batches = trained(name)
+    with torch.no_grad(), memnorm.recording(net, False):
+        in_training = torch.stack([net(batch) for batch in batches])
+        in_eval = torch.stack([net.eval()(batch) for batch in batches])
+    wanted = float((in_training - in_eval).square().mean().sqrt())
+    (found,) = memnorm.diagnose(net.train(), batches, show=False).layers
+    assert found.disagreement == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_a_disagreement_that_cannot_be_told_is_called_unknown(name):
+    net = memnorm.convert(chain(), name)
+    step(net, 4)
+    found = memnorm.diagnose(net, [images(4, seed=index) for index in range(2)], show=False)
+    assert all(math.isnan(layer.disagreement) for layer in found.layers)
+    assert str(found).count("unknown") == len(found.layers) == 2
+    assert found.output_disagreement > 0
+
+
+@pytest.mark.parametrize("name", STATISTICAL)
+def test_recalibrated_statistics_are_not_stale(name):
+    net, batches = trained(name)
+    memnorm.recalibrate(net, batches, passes="exact")
+    (found,) = memnorm.diagnose(net, batches, show=False).layers
+    assert found.staleness < 1e-6
+
+
+@pytest.mark.parametrize("name", STATISTICAL)
+def test_recalibration_neither_rewinds_nor_advances_a_schedule(name):
+    net, batches = trained(name)
+    (layer,) = [one for one in net.modules() if isinstance(one, Recording)]
+    before = int(layer.num_batches_tracked)
+    memnorm.recalibrate(net, batches)
+    assert int(layer.num_batches_tracked) == (before if name in ("brn", "momentum_bn") else 4)
+
+
+@pytest.mark.parametrize("name", ["brn", "momentum_bn"])
+def test_training_goes_on_in_its_schedule_after_a_recalibration(name):
+    net = memnorm.convert(chain(), name, total_steps=10)
+    for _ in range(5):
+        step(net, 4)
+    asks = {"brn": lambda layer: torch.stack(layer.limits()), "momentum_bn": lambda layer: layer.past_share(2)}
+    layers = [one for one in net.modules() if isinstance(one, Recording)]
+    before = [asks[name](layer) for layer in layers]
+    memnorm.recalibrate(net, [images(4, seed=0)])
+    for layer, wanted in zip(layers, before, strict=True):
+        assert torch.equal(asks[name](layer), wanted)
