@@ -149,10 +149,11 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         self._check_input(input)
         if activation not in (None, "relu"):
             raise OptionError(f"{self._name}: activation must be 'relu' or None; got {activation!r}")
-        output = self._forward_on_kernels(input, activation is not None, residual)
-        if output is not None:
-            return output
-        output = self._forward_in_torch(input)
+        if self.training:
+            output = self._forward_on_kernels(input, activation is not None, residual)
+            if output is not None:
+                return output
+        output = self._forward_in_torch(input) if self.training else self._plain_forward(input)
         if residual is not None:
             output = output + residual
         return output if activation is None else F.relu(output, inplace=True)
@@ -161,8 +162,7 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         """A training forward in one call; None if something asks for more than that."""
         mean = self._buffers["running_mean"]
         if not (
-            self.training
-            and self.track_running_stats
+            self.track_running_stats
             and mean is not None
             and cpu.takes(x, mean.dtype)
             and x.numel() > self.num_features
@@ -179,7 +179,7 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         return on_kernels(x, weight, bias, residual, rectify, self.eps, memory, self.recording)
 
     def _forward_in_torch(self, input: Tensor) -> Tensor:
-        if not (self.training and self.track_running_stats) or self.running_mean is None:
+        if not self.track_running_stats or self.running_mean is None:
             return self._plain_forward(input)
         count = count_per_channel(input)
         if count == 0:
@@ -206,16 +206,18 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
 
     def _plain_forward(self, x: Tensor) -> Tensor:
         """Torch's own operation: on the running statistics in eval, on the batch where no statistics are kept."""
-        use_batch = self.training or self.running_mean is None
+        buffers, parameters = self._buffers, self._parameters
+        mean, var = buffers["running_mean"], buffers["running_var"]
         weight: Any
         bias: Any
-        weight, bias, mean, var = self.weight, self.bias, self.running_mean, self.running_var
-        if use_batch:
-            mean = var = None
-        else:
-            dtype = statistics_dtype(x.dtype)
-            weight, bias, mean, var = (None if t is None else t.to(dtype) for t in (weight, bias, mean, var))
-        return F.batch_norm(x, mean, var, weight, bias, use_batch, 0.0, self.eps)
+        weight, bias = parameters["weight"], parameters["bias"]
+        if self.training or mean is None:
+            return F.batch_norm(x, None, None, weight, bias, True, 0.0, self.eps)
+        dtype = statistics_dtype(x.dtype)
+        weight, bias, mean, var = [
+            one if one is None or one.dtype is dtype else one.to(dtype) for one in (weight, bias, mean, var)
+        ]
+        return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, self.eps, torch.backends.cudnn.enabled)
 
     def _recall(self, x: Tensor) -> Moments | None:
         return self._kept_readings.recall(batch_moments(x.detach()))

@@ -27,8 +27,8 @@ def main() -> None:
         arms = {**pair, **{name: {"norm": name} for name in names}}
         for what in ("train", "eval"):
             for cost in measure(arms, model=model, rounds=ROUNDS, evaluation=what == "eval"):
-                entry = record.setdefault(f"{model}/{cost.arm}", {})
-                entry[what] = {key: round(value, 4) for key, value in vars(cost).items() if key != "arm"}
+                entry = record.setdefault(f"{model}/{cost.name}", {})
+                entry[what] = {key: round(value, 4) for key, value in vars(cost).items() if key != "name"}
     where = environment.session("cpu", torch.get_num_threads(), 0)
     OUT.write_text(json.dumps({"batch_size": 8, "rounds": ROUNDS, "where": where, "costs": record}, indent=1) + "\n")
 

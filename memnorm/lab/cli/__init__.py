@@ -24,6 +24,7 @@ COMMANDS = {
     "reproduce": "the tables and figures of the paper",
     "report": "HTML, Markdown and CSV from stored runs",
     "data": "list, get and verify data sets",
+    "bench": "what a layer and a training step cost on this machine, beside batch norm",
     "info": "versions, device, threads, kernels, data folders",
 }
 EXAMPLES = """\

@@ -14,10 +14,11 @@ from typing import Any
 
 from memnorm.lab import compare, equations, report
 from memnorm.lab.arms import parse_arm
+from memnorm.lab.bench.clock import Ratio
 from memnorm.lab.cli.compare import as_json, error_table
 from memnorm.lab.cli.flags import parse, parser
 from memnorm.lab.console import stderr, watching
-from memnorm.lab.cost import StepCost, measure
+from memnorm.lab.cost import measure
 from memnorm.lab.environment import cores
 from memnorm.lab.errors import FAILED, OK
 from memnorm.lab.grid import run_all
@@ -93,9 +94,9 @@ def equations_part(checks: Sequence[equations.Check]) -> Part:
     )
 
 
-def cost_part(costs: Sequence[StepCost]) -> Part:
+def cost_part(costs: Sequence[Ratio]) -> Part:
     rows = [
-        (one.arm, f"{one.milliseconds:.1f}", f"{one.ratio:.2f}", f"{one.low:.2f} to {one.high:.2f}") for one in costs
+        (one.name, f"{one.milliseconds:.1f}", f"{one.ratio:.2f}", f"{one.low:.2f} to {one.high:.2f}") for one in costs
     ]
     return Part(
         "What a training step costs on this machine",
@@ -142,7 +143,7 @@ def recorded_part(runs: Sequence[StoredRun]) -> list[Part]:
     return [Part("Recorded on CIFAR-10", [where], [report.Grid("", header, rows)])] if rows else []
 
 
-def numbers_of(checks: Sequence[equations.Check], costs: Sequence[StepCost], found: compare.Answer) -> str:
+def numbers_of(checks: Sequence[equations.Check], costs: Sequence[Ratio], found: compare.Answer) -> str:
     plain: dict[str, Any] = {"equations": [vars(one) for one in checks], "costs": [vars(one) for one in costs]}
     return json.dumps({**plain, "live": json.loads(as_json(found))}, indent=1)
 

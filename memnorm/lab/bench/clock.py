@@ -1,0 +1,97 @@
+"""Taking turns: times of several calls in one run, and their ratios to the first."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from memnorm.lab.errors import UsageError
+
+LEAST = 5e-3  # seconds that a turn should last, so that its first call, on another's caches, does not matter
+QUIET = 0.15  # of the machine's time that others may use
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median time of a call, and its ratio to the first one's, with quartiles over the rounds."""
+
+    name: str
+    milliseconds: float
+    ratio: float
+    low: float
+    high: float
+
+
+def take_turns(calls: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
+    """Seconds per call, a value for each round. Short calls are repeated within a turn."""
+    repeats = {}
+    for name, call in calls.items():
+        for _ in range(warm_up):  # the first ones allocate
+            seconds = _timed(call, 1)
+        repeats[name] = max(1, math.ceil(LEAST / max(seconds, 1e-6)))
+    seconds_of: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            seconds_of[name].append(_timed(call, repeats[name]))
+    return seconds_of
+
+
+def _timed(call: Callable[[], object], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def ratios(seconds: Mapping[str, list[float]], base: str | None = None) -> list[Ratio]:
+    """Ratios to `base`, by default the first; each round's turns are compared with one another."""
+    reference = seconds[base] if base is not None else next(iter(seconds.values()))
+    return [_ratio(name, own, reference) for name, own in seconds.items()]
+
+
+def _ratio(name: str, own: list[float], base: list[float]) -> Ratio:
+    low, middle, high = statistics.quantiles([one / other for one, other in zip(own, base, strict=True)], n=4)
+    return Ratio(name, 1000 * statistics.median(own), middle, low, high)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    return statistics.geometric_mean(list(values))
+
+
+def busy(seconds: float = 1.0) -> float | None:
+    """The share of the processors' time in which somebody works while we wait; None where the system does not say."""
+    before = _processor_times()
+    time.sleep(seconds)
+    after = _processor_times()
+    if before is None or after is None:
+        return None
+    idle, total = after[0] - before[0], after[1] - before[1]
+    return 1 - idle / max(total, 1)
+
+
+def _processor_times() -> tuple[int, int] | None:
+    """Idle and total time of all processors since start, in ticks."""
+    try:
+        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    except (OSError, ValueError, IndexError):
+        return None
+    return fields[3] + fields[4], sum(fields[:8])
+
+
+def require_quiet() -> float | None:
+    """How busy the machine is; an error if that would make times worthless."""
+    share = busy()
+    if share is None:
+        cores = os.cpu_count() or 1
+        share = os.getloadavg()[0] / cores if hasattr(os, "getloadavg") else None
+    if share is not None and share > QUIET:
+        raise UsageError(
+            f"the machine is busy ({100 * share:.0f} % of its processor time goes to others): times taken now would "
+            "mean little. Stop what runs, or measure all the same with --busy."
+        )
+    return share

@@ -1,0 +1,105 @@
+"""Whole training steps of the paper's networks: batch norm, MBN-1, MBN-2, and every other norm of the registry."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+import memnorm
+from memnorm import norms
+from memnorm.lab import models
+from memnorm.lab.bench.clock import ratios
+from memnorm.lab.bench.targets import Target
+
+ROUNDS = {128: 7, 8: 25, 2: 40}
+MUST = {128: (1.0, 1.25), 8: (1.0, 1.30), 2: (1.05, 1.35)}  # MBN-1 and MBN-2
+GOOD = (0.95, 1.20)
+ARMS: dict[str, dict[str, Any]] = {
+    "BN": {"norm": "bn"},
+    "BN again": {"norm": "bn"},
+    "MBN-1": {"norm": "mbn"},
+    "MBN-2": {"norm": "mbn", "double": {}},
+}
+CHEAPER: dict[str, dict[str, Any]] = {
+    "MBN-2, every=4": {"norm": "mbn", "double": {"every": 4}},
+    "MBN-2, fraction=0.25": {"norm": "mbn", "double": {"fraction": 0.25}},
+}
+PHASES = ("forward", "backward", "update")
+
+
+def measure(names: tuple[str, ...] = ("resnet20", "resnet56"), scale: float = 1.0) -> dict[str, Any]:
+    """Steps of these networks at the paper's batch sizes, as a record."""
+    networks = [
+        _network(name, batch_size, ARMS | (CHEAPER if batch_size == 8 else {}), max(5, round(scale * rounds)))
+        for name in names
+        for batch_size, rounds in ROUNDS.items()
+    ]
+    others = [name for name in norms.available() if name not in ("bn", "mbn", "normprop")]
+    rivals = {"BN": ARMS["BN"], "MBN-1": ARMS["MBN-1"], **{name: {"norm": name} for name in others}}
+    return {
+        "networks": networks,
+        "rivals": _network("resnet20", 8, rivals, max(5, round(scale * 15))),
+        "targets": [asdict(target) for network in networks for target in targets(network)],
+    }
+
+
+def targets(network: dict[str, Any]) -> list[Target]:
+    found = {arm["name"]: arm["ratio"] for arm in network["arms"]}
+    batch_size = network["batch_size"]
+    return [
+        Target(f"{network['model']}, batch {batch_size}, {arm}", found[arm], must, good)
+        for arm, must, good in zip(("MBN-1", "MBN-2"), MUST[batch_size], GOOD, strict=True)
+    ]
+
+
+def _network(name: str, batch_size: int, arms: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
+    steps = {arm: stepper(name, batch_size, **settings) for arm, settings in arms.items()}
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    phases: dict[str, list[list[float]]] = {arm: [] for arm in arms}
+    every = 4  # a round is that many steps, so that the arm which does something every fourth time does it once
+    for turn in range(1 + rounds):
+        for arm, step in steps.items():
+            parts = [step() for _ in range(every if "every=4" in arm else 1)]
+            if turn:  # the first allocates
+                phases[arm] += parts
+                seconds[arm].append(sum(map(sum, parts)) / len(parts))
+    rows = []
+    for one in ratios(seconds):
+        medians = torch.tensor(phases[one.name]).median(0).values * 1000
+        split = dict(zip(PHASES, [round(value, 3) for value in medians.tolist()], strict=True))
+        rows.append({**asdict(one), "milliseconds of": split})
+    return {"model": name, "batch_size": batch_size, "rounds": rounds, "arms": rows}
+
+
+def stepper(
+    name: str, batch_size: int, *, norm: str, double: dict[str, Any] | None = None
+) -> Callable[[], list[float]]:
+    """A step that says how long its forward, its backward and its update (with the second forward) took."""
+    torch.manual_seed(0)
+    model = models.build(name, classes=10, image_shape=(3, 32, 32))
+    if norm != "bn":
+        options = {"total_steps": 1000} if norms.get(norm).scales_with_run else {}
+        model = memnorm.convert(model, norm, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    if double is not None:
+        memnorm.double_forward(model, optimizer, **double)
+    images, labels = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
+    loss_of = functools.partial(nn.functional.cross_entropy, target=labels)
+
+    def step() -> list[float]:
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = loss_of(model(images))
+        between = time.perf_counter()
+        loss.backward()
+        behind = time.perf_counter()
+        optimizer.step()
+        return [between - start, behind - between, time.perf_counter() - behind]
+
+    return step

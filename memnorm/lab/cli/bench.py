@@ -1,0 +1,134 @@
+"""memnorm bench: what a layer and a training step cost on this machine, as ratios to torch's batch norm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from memnorm.lab.cli.flags import parse, parser
+from memnorm.lab.console import stderr
+from memnorm.lab.disk import write_text
+from memnorm.lab.errors import FAILED, OK
+from memnorm.text import table
+
+EXAMPLES = """
+examples:
+  memnorm bench layer
+  memnorm bench step --models resnet20
+  memnorm bench all --out bench.json
+"""
+PARTS = ("layer", "step", "data", "rest")
+
+
+def main(words: Sequence[str]) -> int:
+    made = parser(
+        "bench",
+        "Measure costs as ratios to torch's batch norm. Exit code 1 if a bound that must be reached is missed.",
+        EXAMPLES,
+        "layer|step|data|rest|all",
+    )
+    made.add_argument("part", choices=[*PARTS, "all"], help="what to measure; rest: memory, import, convert()")
+    made.add_argument("--models", default="resnet20,resnet56", help="networks of `step`")
+    made.add_argument("--scale", type=float, default=1.0, help="rounds, as a multiple of the usual number")
+    made.add_argument("--threads", type=int, default=2, help="threads of torch")
+    made.add_argument("--busy", action="store_true", help="measure on a busy machine as well")
+    made.add_argument("--out", type=Path, default=None, help="JSON file for the whole record")
+    made.add_argument("--json", action="store_true", help="print the record as JSON")
+    arguments = parse(made, words)
+    record = measure(arguments)
+    if arguments.out:
+        write_text(arguments.out, json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1) if arguments.json else text(record))
+    return OK if all(target["value"] <= target["must"] for target in _targets(record)) else FAILED
+
+
+def measure(arguments: Any) -> dict[str, Any]:
+    import torch
+
+    from memnorm.lab import environment
+    from memnorm.lab.bench import clock, layer, rest, step
+
+    torch.set_num_threads(arguments.threads)
+    share = None if arguments.busy else clock.require_quiet()
+    rounds = max(5, round(21 * arguments.scale))
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "layer": lambda: layer.measure(rounds),
+        "step": lambda: step.measure(tuple(arguments.models.split(",")), arguments.scale),
+        "data": rest.measure_data,
+        "rest": rest.measure_rest,
+    }
+    record: dict[str, Any] = {
+        "where": environment.session("cpu", arguments.threads, 0),
+        "busy before": share,
+    }
+    for name in PARTS if arguments.part == "all" else (arguments.part,):
+        stderr().print(f"measuring {name} …", markup=False)
+        record[name] = parts[name]()
+    return record
+
+
+def _targets(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [target for name in PARTS for target in record.get(name, {}).get("targets", [])]
+
+
+def text(record: dict[str, Any]) -> str:
+    """The targets, and for layers and steps the ratios behind them."""
+    from memnorm.lab.bench.targets import Target
+
+    parts = []
+    if "layer" in record:
+        rows: list[tuple[str, ...]] = [
+            ("layer: shape", "layout", "MBN/BN", "quartiles", "noise floor", "eval", "of bandwidth")
+        ]
+        rows += [_layer_row(row) for row in record["layer"]["shapes"]]
+        parts.append(table(rows))
+    for network in record.get("step", {}).get("networks", []):
+        head = (
+            f"{network['model']}, batch {network['batch_size']}",
+            "ms",
+            "/BN",
+            "quartiles",
+            "forward",
+            "backward",
+            "update",
+        )
+        parts.append(table([head, *(_step_row(arm) for arm in network["arms"])]))
+    targets = [Target(**target) for target in _targets(record)]
+    rows = [("target", "measured", "must", "good", "")]
+    rows += [
+        (
+            one.what,
+            f"{one.value:.3g} {one.unit}",
+            f"{one.must:.3g}",
+            "" if one.good is None else f"{one.good:g}",
+            one.verdict,
+        )
+        for one in targets
+    ]
+    return "\n\n".join([*parts, table(rows)])
+
+
+def _layer_row(row: dict[str, Any]) -> tuple[str, ...]:
+    train, noise = row["train"], row["noise"]
+    return (
+        "×".join(map(str, row["shape"])),
+        row["layout"],
+        f"{train['ratio']:.2f}",
+        f"{train['low']:.2f} to {train['high']:.2f}",
+        f"{noise['low']:.2f} to {noise['high']:.2f}",
+        f"{row['eval']['ratio']:.2f}",
+        f"{100 * row['of bandwidth']:.0f} %",
+    )
+
+
+def _step_row(arm: dict[str, Any]) -> tuple[str, ...]:
+    split = arm["milliseconds of"]
+    return (
+        arm["name"],
+        f"{arm['milliseconds']:.1f}",
+        f"{arm['ratio']:.3f}",
+        f"{arm['low']:.2f} to {arm['high']:.2f}",
+        *(f"{split[phase]:.1f}" for phase in ("forward", "backward", "update")),
+    )
