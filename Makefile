@@ -8,7 +8,7 @@ SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2') memnorm/py.typed p
 test: .venv/installed lint
 	$(BIN)/pytest -n 2
 
-test-full: .venv/installed lint
+test-full: .venv/full .venv/installed lint
 	$(BIN)/python tests/full.py
 
 demo: .venv/installed
@@ -26,6 +26,11 @@ format: .venv/dependencies
 .venv/dependencies: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[lab,dev]'
+	touch $@
+
+# What the slow tests run against besides: trainers and the examples' data. Heavy, so `make test` does without.
+.venv/full: .venv/dependencies
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[examples]'
 	touch $@
 
 # The tests run against an installed wheel, not against the source tree.

@@ -108,6 +108,7 @@ def test_imports_go_one_way():
         "norms",
     ]
     order += ["capture", "double_forward", "convert", "schedule", "estimate", "diagnose"]
+    order += ["integrations.attach", "integrations.accelerate", "integrations.lightning", "integrations.transformers"]
     package = Path(memnorm.__file__).parent
     for position, name in enumerate(order):
         path = package / (name.replace(".", "/") + ".py")
