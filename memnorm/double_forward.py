@@ -36,6 +36,7 @@ from memnorm.errors import (
 from memnorm.layers import Recording
 from memnorm.recompute import inside_backward, inside_function
 from memnorm.replay import Surroundings, nothing_records, recorders, replay
+from memnorm.stripped import check_kept
 
 
 def double_forward(
@@ -97,6 +98,7 @@ class DoubleForward:
         self._blind_steps = 0
         self._proven, self._fruitless = False, 0
         self._recorded_at_start = _batches_recorded(model)
+        self._names = list(recorders(model))
         self._take_charge(model)
         self._handles = [
             model.register_forward_pre_hook(Hook(self, "_before_forward"), prepend=True, with_kwargs=True),
@@ -309,6 +311,8 @@ class DoubleForward:
         model = self._model()
         if model is not None and not recorders(model):
             raise NothingToRecord(f"double_forward: {nothing_records(model)}")
+        if model is not None:
+            check_kept(model, self._names, "double_forward")
         if model is not None and self._forwards == 0 and any(gradient is not None for gradient in self._gradients()):
             raise NothingToRecord(_blind(model, self._recorded_at_start))
         self._blind_steps = self._blind_steps + 1 if self._forwards == self._forwards_at_last_step else 0

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from memnorm.errors import NothingToRecord
 from memnorm.layers import Recording
 from memnorm.recompute import deliberate
+from memnorm.stripped import ADVICE
 
 
 def recorders(model: nn.Module) -> dict[str, Recording]:
@@ -156,10 +157,6 @@ def nothing_records(model: nn.Module) -> str:
         return f"every memorized layer of {name} is in eval mode and records nothing. Call model.train() first."
     kinds = sorted({type(module).__name__ for module in model.modules() if "Norm" in type(module).__name__})
     if "SyncBatchNorm" in kinds:
-        return (
-            f"{name} has no layer that records statistics; its norms are {', '.join(kinds)}. If "
-            "SyncBatchNorm.convert_sync_batchnorm was called after memnorm.convert, it has replaced the memorized "
-            "layers: call memnorm.convert(model) last."
-        )
+        return f"{name} has no layer that records statistics; its norms are {', '.join(kinds)}. {ADVICE}"
     found = f"its norms are {', '.join(kinds)}" if kinds else "it has no norm at all"
     return f"{name} has no layer that records statistics; {found}. Call memnorm.convert(model) first."

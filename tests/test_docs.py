@@ -102,6 +102,7 @@ def test_imports_go_one_way():
         "state",
         "recompute",
         "layers",
+        "stripped",
         "replay",
         "norms.base",
         "norms.mbn",

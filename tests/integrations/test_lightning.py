@@ -135,7 +135,10 @@ def test_a_second_fit_with_the_same_callback_starts_the_schedule_anew():
 
 
 class Overflowing(Task):
-    """Half-precision gradients that overflow on one batch."""
+    """Gradients that overflow on one batch, zeroed rather than dropped: only the scaler tells that it skipped."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
 
     def training_step(self, batch, index):
         return super().training_step(batch, index) * (float("inf") if index == 2 else 1)
