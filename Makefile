@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2') memnorm/py.typed pyproject.toml README.md LICENSE
 
-.PHONY: test test-full demo lint format clean
+.PHONY: test test-full demo docs lint format clean
 
 test: .venv/installed lint
 	$(BIN)/pytest -n 2
@@ -13,6 +13,9 @@ test-full: .venv/full .venv/installed lint
 
 demo: .venv/installed
 	$(BIN)/memnorm demo
+
+docs: .venv/docs
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet docs site
 
 lint: .venv/dependencies
 	$(BIN)/ruff check .
@@ -30,7 +33,11 @@ format: .venv/dependencies
 
 # What the slow tests run against besides: trainers and the examples' data. Heavy, so `make test` does without.
 .venv/full: .venv/dependencies
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[examples]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs,examples]'
+	touch $@
+
+.venv/docs: .venv/dependencies
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs]'
 	touch $@
 
 # The tests run against an installed wheel, not against the source tree.
@@ -41,4 +48,4 @@ format: .venv/dependencies
 	touch $@
 
 clean:
-	rm -rf .venv dist build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv dist build site *.egg-info .mypy_cache .pytest_cache .ruff_cache

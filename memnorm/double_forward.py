@@ -140,6 +140,7 @@ class DoubleForward:
         return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on where `state_dict` was taken."""
         self.steps = state_dict["steps"]
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

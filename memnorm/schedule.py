@@ -59,6 +59,7 @@ class StrengthSchedule:
         self._apply()
 
     def get_last_strength(self) -> float:
+        """The strength that the layers have now."""
         return self.values[bisect_right(self.milestones, self.last_step)]
 
     def step(self) -> None:
@@ -70,6 +71,7 @@ class StrengthSchedule:
             self._apply()
 
     def state_dict(self) -> dict[str, Any]:
+        """Position, milestones and values: numbers and lists of them."""
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
