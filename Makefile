@@ -14,7 +14,7 @@ test-full: .venv/full .venv/installed lint
 demo: .venv/installed
 	$(BIN)/memnorm demo
 
-docs: .venv/docs
+docs: .venv/docs .venv/installed
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet docs site
 
 lint: .venv/dependencies

@@ -34,6 +34,9 @@ def test_the_site_builds_and_has_every_page(docs, tmp_path):
     assert result.returncode == 0, result.stderr
     for page in docs.rglob("*.md"):
         assert (tmp_path / "site" / page.relative_to(docs)).with_suffix(".html").exists()
+    for example in (docs.parent / "examples").glob("*.py"):
+        assert f"../examples/{example.name}" in (docs / "examples.md").read_text()
+    assert "nibabel" in (tmp_path / "site/examples.html").read_text()
     reference = (tmp_path / "site/api.html").read_text()
     assert "memnorm.double_forward" in reference
     assert "the training loop stays as it is" in reference
