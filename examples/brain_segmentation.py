@@ -1,6 +1,6 @@
 """A 3-D U-Net at batch size 2 on a real brain: grey and white matter from the MNI T1 template that nilearn contains.
 
-A demonstration, not evidence: one template, one seed, half a minute of training per norm. The left hemisphere trains,
+A demonstration, not evidence: one template, one seed, seconds of training per norm. The left hemisphere trains,
 the right one tests. The template is exactly mirror-symmetric, so the whole right hemisphere would be the training data
 in a mirror; training therefore keeps to the back two thirds and the test to the front.
 
