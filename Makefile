@@ -3,16 +3,19 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2' -o -name '*.cpp' -o -name '*.h') memnorm/py.typed pyproject.toml setup.py README.md LICENSE
 
-.PHONY: test test-full demo lint format clean
+.PHONY: test test-full demo docs lint format clean
 
 test: .venv/installed lint
 	$(BIN)/pytest -n 2
 
-test-full: .venv/installed lint
+test-full: .venv/full .venv/installed lint
 	$(BIN)/python tests/full.py
 
 demo: .venv/installed
 	$(BIN)/memnorm demo
+
+docs: .venv/docs .venv/installed
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet docs site
 
 lint: .venv/dependencies
 	$(BIN)/ruff check .
@@ -28,6 +31,15 @@ format: .venv/dependencies
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[lab,dev]'
 	touch $@
 
+# What the slow tests run against besides: trainers and the examples' data. Heavy, so `make test` does without.
+.venv/full: .venv/dependencies
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs,examples]'
+	touch $@
+
+.venv/docs: .venv/dependencies
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs]'
+	touch $@
+
 # The tests run against an installed wheel, not against the source tree.
 .venv/installed: .venv/dependencies $(SOURCES)
 	rm -rf dist build
@@ -36,4 +48,4 @@ format: .venv/dependencies
 	touch $@
 
 clean:
-	rm -rf .venv dist build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv dist build site *.egg-info .mypy_cache .pytest_cache .ruff_cache

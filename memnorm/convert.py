@@ -16,9 +16,10 @@ from torch.nn.utils import parametrize
 from memnorm import norms
 from memnorm.double_forward import detach
 from memnorm.errors import NothingToConvert, OptionError, WrappedModelError, check_module, warn
-from memnorm.layers import MemorizedBatchNorm
+from memnorm.layers import MemorizedBatchNorm, Recording
 from memnorm.norms.base import RunningNorm, behind, has_activation, restored
 from memnorm.norms.mbn import plain
+from memnorm.stripped import unwatch_saving, watch_saving
 from memnorm.text import table
 
 STOCK_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, _BatchNorm)
@@ -72,6 +73,9 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
     if skipped:
         warn(f"convert left alone: {_listing(skipped)}")
     converted = replace_modules(model, new)
+    unwatch_saving(converted)
+    if converted not in new.values() and any(isinstance(layer, Recording) for layer in new.values()):
+        watch_saving(converted)
     if entry and entry.surgery:
         entry.surgery(converted, options)
     return converted
@@ -99,6 +103,7 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
                 f"its place ({layer.extra_repr()})"
             )
     detach(model)
+    unwatch_saving(model)
     _settle(model)
     return replace_modules(model, {layer: _original(layer, None) for layer in layers})
 

@@ -36,6 +36,7 @@ from memnorm.errors import (
 from memnorm.layers import Recording
 from memnorm.recompute import inside_backward, inside_function
 from memnorm.replay import Surroundings, named_recorders, nothing_records, recorders, replay, switch
+from memnorm.stripped import check_kept
 
 
 def double_forward(
@@ -97,6 +98,7 @@ class DoubleForward:
         self._blind_steps = 0
         self._proven, self._fruitless = False, 0
         self._recorded_at_start = _batches_recorded(model)
+        self._names = list(named_recorders(model))
         self._take_charge(model)
         self._handles = [
             model.register_forward_pre_hook(Hook(self, "_before_forward"), prepend=True, with_kwargs=True),
@@ -138,6 +140,7 @@ class DoubleForward:
         return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on where `state_dict` was taken."""
         self.steps = state_dict["steps"]
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -307,6 +310,8 @@ class DoubleForward:
         model = self._model()
         if model is not None and not any(recorders(model)):
             raise NothingToRecord(f"double_forward: {nothing_records(model)}")
+        if model is not None:
+            check_kept(model, self._names, "double_forward")
         if model is not None and self._forwards == 0 and any(gradient is not None for gradient in self._gradients()):
             raise NothingToRecord(_blind(model, self._recorded_at_start))
         self._blind_steps = self._blind_steps + 1 if self._forwards == self._forwards_at_last_step else 0

@@ -20,19 +20,9 @@ from torch.nn.parameter import is_lazy
 
 from memnorm.errors import NothingToRecord
 from memnorm.layers import Recording
+from memnorm.modules import modules_of
 from memnorm.recompute import deliberate
-
-
-def modules_of(model: nn.Module) -> Iterator[nn.Module]:
-    """`model.modules()` without their names, in a fraction of the time: every step asks for them."""
-    seen = set()
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        if module not in seen:
-            seen.add(module)
-            waiting += [child for child in reversed(module._modules.values()) if child is not None]
-            yield module
+from memnorm.stripped import ADVICE
 
 
 def recorders(model: nn.Module) -> Iterator[Recording]:
@@ -186,10 +176,6 @@ def nothing_records(model: nn.Module) -> str:
         return f"every memorized layer of {name} is in eval mode and records nothing. Call model.train() first."
     kinds = sorted({type(module).__name__ for module in model.modules() if "Norm" in type(module).__name__})
     if "SyncBatchNorm" in kinds:
-        return (
-            f"{name} has no layer that records statistics; its norms are {', '.join(kinds)}. If "
-            "SyncBatchNorm.convert_sync_batchnorm was called after memnorm.convert, it has replaced the memorized "
-            "layers: call memnorm.convert(model) last."
-        )
+        return f"{name} has no layer that records statistics; its norms are {', '.join(kinds)}. {ADVICE}"
     found = f"its norms are {', '.join(kinds)}" if kinds else "it has no norm at all"
     return f"{name} has no layer that records statistics; {found}. Call memnorm.convert(model) first."

@@ -11,6 +11,7 @@ from torch import nn
 
 from memnorm.errors import NothingToRecord, OptionError, check_module, is_number, is_whole
 from memnorm.layers import MemorizedBatchNorm, check_strength
+from memnorm.stripped import ADVICE, check_kept
 
 
 class StrengthSchedule:
@@ -58,17 +59,20 @@ class StrengthSchedule:
         self._apply()
 
     def get_last_strength(self) -> float:
+        """The strength that the layers have now."""
         return self.values[bisect_right(self.milestones, self.last_step)]
 
     def step(self) -> None:
         """Count one step; touches the layers only where the value changes."""
+        check_kept(self._model, self._names, "StrengthSchedule")
         before = self.get_last_strength()
         self.last_step += 1
         if self.get_last_strength() != before:
             self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_model"}
+        """Position, milestones and values: numbers and lists of them."""
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, and set the layers accordingly."""
@@ -79,13 +83,15 @@ class StrengthSchedule:
         self._apply()
 
     def _apply(self) -> None:
-        layers = [module for module in self._model.modules() if isinstance(module, MemorizedBatchNorm)]
+        layers = {name: layer for name, layer in self._model.named_modules() if isinstance(layer, MemorizedBatchNorm)}
         if not layers:
+            stripped = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._model.modules())
             raise NothingToRecord(
                 f"StrengthSchedule: {type(self._model).__name__} has no memorized layer whose strength could be set. "
-                "Call memnorm.convert(model) first."
+                f"{ADVICE if stripped else 'Call memnorm.convert(model) first.'}"
             )
-        for layer in layers:
+        self._names = list(layers)
+        for layer in layers.values():
             layer.set_strength(self.get_last_strength())
 
 

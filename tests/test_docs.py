@@ -14,7 +14,8 @@ from torch import nn
 import memnorm
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 
 def code_blocks():
@@ -105,12 +106,15 @@ def test_imports_go_one_way():
         "recompute",
         "memory",
         "layers",
+        "modules",
+        "stripped",
         "replay",
         "norms.base",
         "norms.mbn",
         "norms",
     ]
     order += ["capture", "double_forward", "convert", "schedule", "estimate", "diagnose"]
+    order += ["integrations.attach", "integrations.accelerate", "integrations.lightning", "integrations.transformers"]
     package = Path(memnorm.__file__).parent
     for position, name in enumerate(order):
         path = package / (name.replace(".", "/") + ".py")

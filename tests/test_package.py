@@ -18,6 +18,13 @@ def test_importing_memnorm_and_its_reports_does_without_torch():
     assert fresh("import sys, memnorm, memnorm.lab.spec; print('torch' in sys.modules)") == ["False"]
 
 
+def test_only_the_module_for_a_trainer_imports_that_trainer():
+    program = (
+        "import sys, memnorm.integrations.attach; print(*{'lightning', 'accelerate', 'transformers'} & {*sys.modules})"
+    )
+    assert fresh(program) == []
+
+
 @pytest.mark.parametrize("first", ["convert", "double_forward", "diagnose"])
 def test_a_public_name_stays_the_function_after_the_module_of_that_name_was_imported(first):
     program = f"import importlib, memnorm; importlib.import_module('memnorm.{first}'); print(callable(memnorm.{first}))"

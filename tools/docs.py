@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+import mbn_figure
 import norm_docs
 
 from memnorm.lab.report.verdict import verdict
@@ -34,6 +35,8 @@ def render() -> dict[Path, str]:
     return {
         ROOT / "README.md": pattern.sub(lambda _: f"{BEGIN}\n{evidence(paper)}\n{END}", readme),
         ROOT / "docs/figures/digits.svg": figure({arm: list(found.values()) for arm, found in errors(paper).items()}),
+        ROOT / "docs/figures/mbn.svg": mbn_figure.render(),
+        ROOT / "docs/evidence.md": evidence_page(paper),
         ROOT / "docs/records.md": records(real),
         ROOT / "docs/test-record.md": test_record(tests),
         ROOT / "docs/norms/README.md": norm_docs.overview(costs),
@@ -72,6 +75,28 @@ def evidence(runs: list[StoredRun]) -> str:
             f"commit {where['commit']}, {where['started'][:10]}, torch {where['torch']}, {where['machine']}, "
             f"{where['threads']} thread; `make demo` repeats it.) The paper's headline is another experiment, not "
             f"rerun here yet: CIFAR-10, ResNet-56, batch size 8, BN {PAPER['BN']} %, MBN-2 {PAPER['MBN-2']} %.",
+        ]
+    )
+
+
+def evidence_page(runs: list[StoredRun]) -> str:
+    """What we have measured ourselves, and what we have not."""
+    return "\n".join(
+        [
+            "# Evidence",
+            "",
+            "Made of the runs in `results/` by `tools/docs.py`.",
+            "",
+            evidence(runs).replace("(docs/figures/", "(figures/"),
+            "",
+            "The paper's tables have not been rerun yet: treat its numbers as its authors' claim. Nothing has been run",
+            "on a GPU.",
+            "",
+            "- [Norms](norms/README.md): the cost of each, and their errors on digits with the learning rate tuned",
+            "- [Records](records.md): single runs on real data, which support no comparison",
+            "- [Test record](test-record.md): the last run of all tests",
+            "- [The lab](lab.md): how to make such numbers yourself",
+            "",
         ]
     )
 

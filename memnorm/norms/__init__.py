@@ -82,12 +82,14 @@ def register(norm: Norm) -> Norm:
 
 
 def get(name: str) -> Norm:
+    """The entry of a norm: its paper, what it needs, and the function that puts it in place of a batch norm."""
     if name not in _REGISTRY:
         raise OptionError(f"unknown norm {name!r}; available: {', '.join(available())}")
     return _REGISTRY[name]
 
 
 def available() -> list[str]:
+    """The names that `memnorm.convert` takes."""
     return sorted(_REGISTRY)
 
 

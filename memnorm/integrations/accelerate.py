@@ -1,0 +1,55 @@
+"""Beside Hugging Face's Accelerate, which leaves the loop to its user.
+
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+attach(accelerator, model, optimizer, total_steps)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+from memnorm.integrations.attach import DEFAULTS, Attachment
+
+
+def attach(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    total_steps: int,
+    *,
+    double_forward: Mapping[str, Any] | None = DEFAULTS,
+    schedule: Mapping[str, Any] | None = DEFAULTS,
+) -> Attachment:
+    """Attach Double-Forward and the strength schedule; nothing in the loop changes.
+
+    The schedule moves with each step that the optimizer really makes, and its place is part of
+    `accelerator.save_state`.
+
+    Args:
+        accelerator: the one that prepared model and optimizer.
+        model: what `prepare` returned.
+        optimizer: what `prepare` returned.
+        total_steps: optimizer steps in the whole training.
+        double_forward: options of `memnorm.double_forward`; None for no second forward.
+        schedule: options of `memnorm.StrengthSchedule`; None leaves the strength alone.
+
+    Returns:
+        A handle with `remove()`.
+    """
+    inner, scaler = inside(optimizer)
+    attached = Attachment(model, [inner], total_steps, double_forward=double_forward, schedule=schedule, scaler=scaler)
+    accelerator.register_for_checkpointing(attached)
+    return attached
+
+
+def inside(optimizer: Optimizer) -> tuple[Optimizer, Any]:
+    """The optimizer that really steps and its `GradScaler`, without Accelerate's wrapper."""
+    if isinstance(optimizer, AcceleratedOptimizer):
+        return optimizer.optimizer, optimizer.scaler
+    return optimizer, None

@@ -1,0 +1,68 @@
+"""A callback for Lightning's Trainer.
+
+    Trainer(callbacks=[MemnormCallback()])
+
+It attaches when training starts, once Lightning has made the optimizers; its state goes into Lightning's checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from memnorm.integrations.attach import DEFAULTS, Attachment
+
+
+class MemnormCallback(Callback):
+    """Double-Forward and the strength schedule for a LightningModule whose batch norms were converted.
+
+    Args:
+        module: path of the module that `training_step` calls, such as "net" for `self.net(x)`; empty for `self(x)`.
+        total_steps: optimizer steps in the whole training; by default what the Trainer estimates.
+        double_forward: options of `memnorm.double_forward`; None for no second forward.
+        schedule: options of `memnorm.StrengthSchedule`; None leaves the strength alone.
+    """
+
+    def __init__(
+        self,
+        module: str = "",
+        *,
+        total_steps: int | None = None,
+        double_forward: Mapping[str, Any] | None = DEFAULTS,
+        schedule: Mapping[str, Any] | None = DEFAULTS,
+    ) -> None:
+        self.module, self.total_steps = module, total_steps
+        self.options: dict[str, Any] = {"double_forward": double_forward, "schedule": schedule}
+        self.attached: Attachment | None = None
+        self._state: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.attached = Attachment(
+            pl_module.get_submodule(self.module),
+            trainer.optimizers,
+            self.total_steps or trainer.estimated_stepping_batches,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            **self.options,
+        )
+        if trainer.global_step > 0:  # resumed
+            self.attached.load_state_dict(self._state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state if self.attached is None else self.attached.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state = state_dict
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
+        if self.attached is not None:
+            self._state = self.attached.state_dict()
+            self.attached.remove()
+            self.attached = None

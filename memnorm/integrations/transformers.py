@@ -1,0 +1,52 @@
+"""A callback for Hugging Face's Trainer.
+
+    Trainer(model, args, train_dataset=data, callbacks=[MemnormCallback()])
+
+A resumed training needs no state of its own: the Trainer's step number says where the schedule is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from memnorm.integrations.accelerate import inside
+from memnorm.integrations.attach import DEFAULTS, Attachment
+
+
+class MemnormCallback(TrainerCallback):
+    """Double-Forward and the strength schedule for a model whose batch norms were converted.
+
+    Args:
+        double_forward: options of `memnorm.double_forward`; None for no second forward.
+        schedule: options of `memnorm.StrengthSchedule`; None leaves the strength alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        double_forward: Mapping[str, Any] | None = DEFAULTS,
+        schedule: Mapping[str, Any] | None = DEFAULTS,
+    ) -> None:
+        self.options: dict[str, Any] = {"double_forward": double_forward, "schedule": schedule}
+        self.attached: Attachment | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._detach()  # of a training that raised
+        optimizer, scaler = inside(kwargs["optimizer"])
+        self.attached = Attachment(kwargs["model"], [optimizer], state.max_steps, scaler=scaler, **self.options)
+        self.attached.skip_to(state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
+        if self.attached is not None:
+            self.attached.remove()
+            self.attached = None

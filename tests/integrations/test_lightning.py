@@ -1,0 +1,152 @@
+"""Lightning's Trainer with the callback is the plain loop."""
+
+import pytest
+import torch
+from optional import library
+from support import assert_same_state
+from trainerkit import STEPS, plain_loop, scenes, segmenter, sgd
+
+from memnorm.errors import NothingToRecord
+
+lightning = library("lightning.pytorch")
+MemnormCallback = library("memnorm.integrations.lightning").MemnormCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning"),  # Lightning beside this torch
+]
+
+
+class Task(lightning.LightningModule):
+    """`training_step` calls the inner network, as most LightningModules do."""
+
+    def __init__(self, *, dropout=0.25, fail_at=None):
+        super().__init__()
+        self.net = segmenter()
+        self.net.depth[2].p = dropout
+        self.fail_at = fail_at
+
+    def forward(self, **batch):
+        return self.net(**batch)
+
+    def training_step(self, batch, index):
+        if index == self.fail_at:
+            raise ZeroDivisionError
+        return self.net(**batch)["loss"]
+
+    def configure_optimizers(self):
+        return sgd(self.net)
+
+
+class CallsItself(Task):
+    def training_step(self, batch, index):
+        return self(**batch)["loss"]
+
+
+def fit(task, *callbacks, steps=STEPS, accumulate=1, resume=None, **options):
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        accumulate_grad_batches=accumulate,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"enable_checkpointing": False, **options},
+    )
+    torch.manual_seed(7)
+    trainer.fit(task, scenes(accumulate), ckpt_path=resume)
+    return task.net
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_lightning_training_is_the_plain_loop_bit_for_bit(accumulate, precision):
+    net = fit(Task(), MemnormCallback("net"), accumulate=accumulate, precision=precision)
+    dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+    assert_same_state(net, plain_loop(accumulate=accumulate, dtype=dtype))
+    assert int(net.color[1].num_batches_tracked) == STEPS * accumulate
+    assert float(net.color[1].strength) == 0.9
+
+
+def test_a_module_that_calls_itself_needs_no_name():
+    assert_same_state(fit(CallsItself(), MemnormCallback()), plain_loop())
+
+
+def test_a_module_that_is_never_called_is_an_error_that_names_the_one_that_is():
+    with pytest.raises(NothingToRecord, match="Task itself was never called; layers inside its 'net' were"):
+        fit(Task(), MemnormCallback())
+
+
+def test_options_reach_double_forward_and_the_schedule():
+    schedule = {"milestones": (0.5,), "values": (0.2, 0.7)}
+    net = fit(Task(), MemnormCallback("net", double_forward={"every": 2, "fraction": 0.5}, schedule=schedule))
+    assert_same_state(net, plain_loop(every=2, fraction=0.5, schedule=schedule))
+
+
+def test_none_leaves_out_the_second_forward_and_the_schedule():
+    net = fit(Task(), MemnormCallback("net", double_forward=None, schedule=None))
+    twin = segmenter()
+    torch.manual_seed(7)
+    optimizer = sgd(twin)
+    for batch in scenes():
+        optimizer.zero_grad()
+        twin(**batch)["loss"].backward()
+        optimizer.step()
+    assert_same_state(net, twin)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")
+def test_a_resumed_training_ends_as_an_undisturbed_one(tmp_path):
+    """Two epochs of three steps. Without dropout: its random numbers are no part of Lightning's checkpoints."""
+
+    def run(epochs, **options):
+        callback = MemnormCallback("net", double_forward={"every": 2, "fraction": 0.5}, total_steps=STEPS)
+        saver = lightning.callbacks.ModelCheckpoint(tmp_path, "half", save_on_train_epoch_end=True)
+        options = {"limit_train_batches": 3, "enable_checkpointing": True, **options}
+        return fit(Task(dropout=0.0), callback, saver, steps=-1, max_epochs=epochs, **options)
+
+    straight = run(2)
+    (tmp_path / "half.ckpt").unlink()
+    run(1)
+    resumed = run(2, resume=tmp_path / "half.ckpt")
+    assert_same_state(resumed, straight)
+    assert float(resumed.color[1].strength) == 0.9
+
+
+@pytest.mark.parametrize("fail_at", [None, 2])
+def test_nothing_stays_attached_after_training_and_after_an_exception(fail_at):
+    task, callback = Task(fail_at=fail_at), MemnormCallback("net")
+    if fail_at is None:
+        fit(task, callback)
+    else:
+        with pytest.raises(ZeroDivisionError):
+            fit(task, callback)
+    assert callback.attached is None
+    assert not task.net._forward_pre_hooks
+    assert callback.state_dict()["schedule"]["last_step"] == (STEPS if fail_at is None else 2)
+
+
+def test_a_second_fit_with_the_same_callback_starts_the_schedule_anew():
+    callback = MemnormCallback("net")
+    fit(Task(), callback)
+    assert_same_state(fit(Task(), callback), plain_loop())
+
+
+class Overflowing(Task):
+    """Gradients that overflow on one batch, zeroed rather than dropped: only the scaler tells that it skipped."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=False)
+
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) * (float("inf") if index == 2 else 1)
+
+
+def test_a_step_that_the_scaler_skipped_is_neither_remembered_nor_counted():
+    plugin = lightning.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    callback = MemnormCallback("net")
+    net = fit(Overflowing(), callback, plugins=[plugin])
+    assert int(net.color[1].num_batches_tracked) == STEPS - 1
+    assert callback.state_dict()["schedule"]["last_step"] == STEPS - 1

@@ -1,0 +1,91 @@
+"""Hugging Face's Trainer with the callback is the plain loop."""
+
+import pytest
+import torch
+from optional import library
+from support import assert_same_state
+from trainerkit import BATCH, STEPS, Scenes, plain_loop, scenes, segmenter, sgd
+
+transformers = library("transformers")
+MemnormCallback = library("memnorm.integrations.transformers").MemnormCallback
+
+
+class InOrder(transformers.Trainer):
+    def get_train_dataloader(self):
+        return scenes(self.args.gradient_accumulation_steps)
+
+
+class Failing(InOrder):
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == 2:
+            raise ZeroDivisionError
+        return super().training_step(*args, **kwargs)
+
+
+def trainer(folder, callback, *, kind=InOrder, dropout=0.25, accumulate=1, **options):
+    model = segmenter()
+    model.depth[2].p = dropout
+    optimizer = sgd(model)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=accumulate,
+        max_grad_norm=0.0,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to=[],
+        **{"save_strategy": "no", "logging_strategy": "no", **options},
+    )
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _step: 1.0)
+    made = kind(
+        model,
+        arguments,
+        train_dataset=Scenes(BATCH * accumulate * STEPS),
+        callbacks=[callback],
+        optimizers=(optimizer, constant),
+    )
+    torch.manual_seed(7)
+    return made
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_hugging_face_training_is_the_plain_loop_bit_for_bit(tmp_path, accumulate, bf16):
+    made = trainer(tmp_path, MemnormCallback(), accumulate=accumulate, bf16=bf16)
+    made.train()
+    twin = plain_loop(accumulate=accumulate, dtype=torch.bfloat16 if bf16 else None)
+    assert_same_state(made.model, twin)
+    assert int(made.model.color[1].num_batches_tracked) == STEPS * accumulate
+    assert float(made.model.color[1].strength) == 0.9
+
+
+def test_options_reach_double_forward_and_the_schedule(tmp_path):
+    schedule = {"milestones": (0.5,), "values": (0.2, 0.7)}
+    made = trainer(tmp_path, MemnormCallback(double_forward={"every": 2, "fraction": 0.5}, schedule=schedule))
+    made.train()
+    assert_same_state(made.model, plain_loop(every=2, fraction=0.5, schedule=schedule))
+
+
+def test_a_training_resumed_from_a_checkpoint_ends_as_an_undisturbed_one(tmp_path):
+    def made():
+        callback = MemnormCallback(double_forward={"every": 2, "fraction": 0.5})
+        return trainer(tmp_path, callback, dropout=0.0, save_strategy="steps", save_steps=3)
+
+    straight = made()
+    straight.train()
+    resumed = made()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_same_state(resumed.model, straight.model)
+    assert float(resumed.model.color[1].strength) == 0.9
+
+
+def test_nothing_stays_attached_and_a_training_after_an_exception_is_as_good_as_any(tmp_path):
+    callback = MemnormCallback()
+    with pytest.raises(ZeroDivisionError):
+        trainer(tmp_path, callback, kind=Failing).train()
+    made = trainer(tmp_path, callback)
+    made.train()
+    assert callback.attached is None
+    assert not made.model._forward_pre_hooks
+    assert_same_state(made.model, plain_loop())

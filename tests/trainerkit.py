@@ -1,0 +1,80 @@
+"""A model of the kind that trainers are used for, its data, and the plain loop that every trainer must equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support import randn, randomize
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import memnorm
+
+STEPS, BATCH = 6, 4
+OPTIONS = {"memory_size": 3, "decay": 0.7}
+
+
+class Segmenter(nn.Module):
+    """Inputs by name; a dictionary out, with a list of levels in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.color = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.depth = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout2d(0.25))
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, image: Tensor, depth: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        fine = self.head(self.color(image) + self.depth(depth))
+        levels = [{"logits": fine}, {"logits": F.avg_pool2d(fine, 2)}]
+        if labels is None:
+            return {"levels": levels}
+        return {"loss": F.cross_entropy(fine, labels), "levels": levels}
+
+
+class Scenes(Dataset):
+    """Colour, depth and a label for each pixel."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        image, depth = (randn(channels, 6, 6, seed=index, dtype=torch.float32) for channels in (3, 1))
+        return {"image": image + index % 3, "depth": depth, "labels": (image[0] > depth[0]).long()}
+
+
+def scenes(accumulate: int = 1) -> DataLoader:
+    """The loader draws from a generator of its own: dropout sees the same random numbers in every loop."""
+    return DataLoader(Scenes(BATCH * accumulate * STEPS), batch_size=BATCH, generator=torch.Generator())
+
+
+def segmenter() -> Any:
+    model = Segmenter()
+    randomize(model, seed=3)
+    return memnorm.convert(model, **OPTIONS)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def plain_loop(*, accumulate: int = 1, dtype: torch.dtype | None = None, schedule: Any = None, **options: Any) -> Any:
+    """The loop that a user would write by hand. Dropout draws from torch's generator, seeded here."""
+    model = segmenter()
+    torch.manual_seed(7)
+    optimizer = sgd(model)
+    memnorm.double_forward(model, optimizer, **options)
+    strength = memnorm.StrengthSchedule(model, STEPS, **(schedule or {}))
+    for number, batch in enumerate(scenes(accumulate), 1):
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = model(**batch)["loss"]
+        (loss / accumulate).backward()
+        if number % accumulate == 0:
+            optimizer.step()
+            strength.step()
+            optimizer.zero_grad()
+    return model

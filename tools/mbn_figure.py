@@ -1,0 +1,89 @@
+"""The figure of docs/how-it-works.md: the weights of the remembered batches, and the means that BN and MBN use.
+
+Values come from the layer itself on numbers of Python's generator, in float64; the SVG holds no date and no random ids.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.figure import Figure
+
+import memnorm
+
+BLUE, ORANGE, GREY = "#2a78d6", "#e07b39", "#808080"  # legible on light and on dark pages
+STEPS, MEMORY, DECAY, STRENGTH = 60, 20, 0.9, 0.9
+
+
+def render() -> str:
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "memnorm",
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "text.color": GREY,
+        "axes.edgecolor": GREY,
+        "axes.labelcolor": GREY,
+        "xtick.color": GREY,
+        "ytick.color": GREY,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(8, 3), layout="constrained")
+        weights, means = figure.subplots(1, 2, width_ratios=(2, 3))
+        draw_weights(weights)
+        draw_means(means)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def draw_weights(axes: Any) -> None:
+    """Of the current batch (age 0) and of those before it, for the three strengths of the schedule."""
+    ages = range(1, MEMORY + 1)
+    axes.bar([0], [1], color=ORANGE, width=0.8)
+    for strength, alpha in ((0.9, 0.35), (0.5, 0.6), (0.1, 1.0)):
+        heights = [strength * DECAY ** (age - 1) for age in ages]
+        axes.bar(ages, heights, color=BLUE, alpha=alpha, width=0.8, label=f"strength {strength}")
+    axes.set_xlabel("age of the batch in steps")
+    axes.set_ylabel("weight")
+    axes.set_xticks([0, 5, 10, 15, 20])
+    axes.text(0.9, 0.97, "current batch", color=ORANGE)
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.95))
+
+
+def draw_means(axes: Any) -> None:
+    """A drifting channel, two values at a time."""
+    truth, batch, merged = simulate()
+    steps = range(STEPS)
+    axes.plot(steps, batch, "o", color=ORANGE, markersize=3, label="BN: two values")
+    axes.plot(steps, merged, color=BLUE, linewidth=1.8, label="MBN: two values and the memory")
+    axes.plot(steps, truth, color=GREY, linewidth=1, linestyle="--", label="true mean")
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean used to normalise")
+    axes.legend(frameon=False, loc="upper left", fontsize=8)
+    axes.set_ylim(-2.2, 3.4)
+
+
+def simulate() -> tuple[list[float], list[float], list[float]]:
+    """The true mean, the batch's and the one that the layer normalises with, at every step."""
+    draw = random.Random(4)
+    layer = memnorm.MemorizedBatchNorm1d(
+        1, dtype=torch.float64, memory_size=MEMORY, decay=DECAY, strength=STRENGTH, affine=False
+    )
+    truth, batch, merged = [], [], []
+    for step in range(STEPS):
+        mean = math.sin(step / 15)
+        x = torch.tensor([[draw.gauss(mean, 1.0)], [draw.gauss(mean, 1.0)]], dtype=torch.float64)
+        y = layer(x)
+        deviation = float((x[0] - x[1]) / (y[0] - y[1]))  # y = (x − mean) / deviation
+        truth.append(mean)
+        batch.append(float(x.mean()))
+        merged.append(float(x[0] - y[0] * deviation))
+    return truth, batch, merged
