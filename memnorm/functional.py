@@ -167,7 +167,7 @@ def on_kernels(
         call = (rectify, eps, memory, recording, found)
         y: Tensor = _Kernels.apply(x, weight, bias, residual, call)  # type: ignore[attr-defined]
         return y
-    y, saved = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
+    y, saved, *_ = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
     if found is not None:
         found.append(saved)
     return y
@@ -183,9 +183,10 @@ class _Kernels(_SingleLevelFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, call):
         rectify, eps, memory, recording, found = call
-        y, saved = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
+        y, saved, *reading = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
         ctx.save_for_backward(x, weight, saved, y if rectify else None)
-        ctx.eps = eps
+        wants_residual = residual is not None and residual.requires_grad
+        ctx.call = eps, bias is not None, (x.requires_grad, wants_residual, *reading)
         if found is not None:
             found.append(saved)
         return y
@@ -193,16 +194,17 @@ class _Kernels(_SingleLevelFunction):
     @staticmethod
     def backward(ctx, grad_y):
         x, weight, saved, y = ctx.saved_tensors
-        wants = ctx.needs_input_grad
-        if torch.is_grad_enabled() or type(grad_y) is not Tensor or not cpu.unobserved():
+        eps, has_bias, reading = ctx.call
+        if torch.is_grad_enabled() or type(grad_y) is not Tensor or torch._C._are_functorch_transforms_active():
             # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
             memory = cpu.Saved.of(saved)
             hat = merge(Moments(memory.memory_mean, memory.memory_var, memory.memory_weight), batch_moments(x))
             grad_y = grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y)
-            gradients = (*_backward_formula(grad_y, x, weight, hat, ctx.eps, None), grad_y)
+            grad_x, grad_weight, grad_bias = _backward_formula(grad_y, x, weight, hat, eps, None)
+            grad_residual = grad_y if reading[1] else None
         else:
-            gradients = cpu.backward(grad_y, y, x, weight, saved, wants[0], wants[3])
-        return *[gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=False)], None
+            grad_x, grad_weight, grad_bias, grad_residual = cpu.backward(grad_y, y, x, weight, saved, *reading)
+        return grad_x, None if weight is None else grad_weight, grad_bias if has_bias else None, grad_residual, None
 
 
 def is_plain(x: Tensor) -> bool:

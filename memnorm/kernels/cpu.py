@@ -88,12 +88,13 @@ def forward(
     eps: float,
     memory: Memory | Reading,
     recording: bool,
-) -> tuple[Tensor, Tensor]:
-    """y = norm(x), or relu(norm(x) + residual) if `rectify`; and what `Saved` reads.
+) -> tuple[Tensor, Tensor, bool, Any, tuple[int, ...]]:
+    """y = norm(x), or relu(norm(x) + residual) if `rectify`; what `Saved` reads; and for `backward` how x was read:
+    itself or a copy, its layout, and its kind and sizes.
 
     Of a layer's `Memory`, the batch then becomes a part if `recording`; a `Reading` is only read.
     """
-    data, memory_format, planes, n, c, length = _arranged(x)
+    data, memory_format, sizes = _arranged(x)
     dtype = memory.dtype
     if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
         weight = weight.to(dtype).contiguous()
@@ -101,14 +102,9 @@ def forward(
         bias = bias.to(dtype).contiguous()
     if residual is not None:
         residual = _like(residual, data, memory_format)
-    y, saved = torch.empty_like(data), torch.empty(6 * c + 1, dtype=dtype)
+    y, saved = torch.empty_like(data), torch.empty(6 * sizes[4] + 1, dtype=dtype)
     memory.function(
-        _KINDS[data.dtype],
-        planes,
-        torch.get_num_threads(),
-        n,
-        c,
-        length,
+        *sizes,
         data.data_ptr(),
         0 if weight is None else weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
@@ -121,7 +117,8 @@ def forward(
     )
     if recording:
         increment_version(memory.buffers)
-    return y if data is x or y.dtype is x.dtype else y.to(x.dtype), saved
+    itself = data is x
+    return y if itself else y.to(x.dtype), saved, itself, memory_format, sizes
 
 
 class Saved(NamedTuple):
@@ -148,28 +145,27 @@ def backward(
     saved: Tensor,
     wants_x: bool,
     wants_residual: bool,
+    itself: bool,
+    memory_format: Any,
+    sizes: tuple[int, ...],
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """Gradients with respect to x, weight, bias and residual; weight's and bias's in the statistics' dtype.
 
-    `y` is the output if it was rectified, else None.
+    `y` is the output if it was rectified, else None; the last three are what `forward` said.
     """
-    data, memory_format, planes, n, c, length = _arranged(x)
-    dtype = saved.dtype
+    data = x
+    if not itself:
+        data = _arranged(x)[0]
+        y = None if y is None else _like(y, data, memory_format)
     grad_y = _like(grad_y, data, memory_format)
-    if y is not None:
-        y = _like(y, data, memory_format)
-    grad_x = torch.empty_like(data) if wants_x else None
-    grad_residual = torch.empty_like(data) if wants_residual else None
-    grad_weight, grad_bias = torch.empty(c, dtype=dtype), torch.empty(c, dtype=dtype)
+    dtype = saved.dtype
     if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
         weight = weight.to(dtype).contiguous()
+    grad_x = torch.empty_like(data) if wants_x else None
+    grad_residual = torch.empty_like(data) if wants_residual else None
+    grad_weight, grad_bias = torch.empty(sizes[4], dtype=dtype), torch.empty(sizes[4], dtype=dtype)
     module().backward(
-        _KINDS[data.dtype],
-        planes,
-        torch.get_num_threads(),
-        n,
-        c,
-        length,
+        *sizes,
         data.data_ptr(),
         0 if weight is None else weight.data_ptr(),
         grad_y.data_ptr(),
@@ -180,7 +176,7 @@ def backward(
         grad_weight.data_ptr(),
         grad_bias.data_ptr(),
     )
-    if data.dtype is not x.dtype:
+    if not itself:
         grad_x = None if grad_x is None else grad_x.to(x.dtype)
         grad_residual = None if grad_residual is None else grad_residual.to(x.dtype)
     return grad_x, grad_weight, grad_bias, grad_residual
@@ -193,17 +189,21 @@ def _like(tensor: Tensor, data: Tensor, memory_format: Any) -> Tensor:
     return tensor.to(data.dtype).contiguous(memory_format=memory_format)
 
 
-def _arranged(x: Tensor) -> tuple[Tensor, Any, bool, int, int, int]:
-    """`x` in a kind and layout that the kernels read, that layout, whether it is planes, and N, C, L; see `layer.h`."""
-    n, c = x.shape[0], x.shape[1]
+def _arranged(x: Tensor) -> tuple[Tensor, Any, tuple[int, ...]]:
+    """`x` in a kind and layout that the kernels read; that layout; and its kind, whether it is planes (see `layer.h`),
+    the threads to use, and N, C, L.
+    """
+    shape = x.shape
+    n, c = shape[0], shape[1]
     length = x.numel() // (n * c)
     if x.dtype is torch.float16:
         x = x.float()
+    kind, threads = _KINDS[x.dtype], torch.get_num_threads()
     if x.is_contiguous():
-        return x, torch.contiguous_format, c > 1 and length > 1, n, c, length
-    memory_format = _CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+        return x, torch.contiguous_format, (kind, c > 1 and length > 1, threads, n, c, length)
+    memory_format = _CHANNELS_LAST.get(len(shape), torch.contiguous_format)
     if memory_format is not torch.contiguous_format and x.is_contiguous(memory_format=memory_format):
-        return x, memory_format, False, n, c, length
+        return x, memory_format, (kind, False, threads, n, c, length)
     return _arranged(x.contiguous(memory_format=suggest_memory_format(x)))
 
 
