@@ -314,10 +314,11 @@ def test_a_step_never_waits_for_the_gpu(memory_size):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_variance_of_data_far_from_zero_is_right(layout):
+def test_the_variance_of_data_far_from_zero_does_not_cancel(layout):
+    """In float32 a sum of squares would have no correct digit here; running means leave at least three."""
     x = (randn(16, 8, 14, 14, seed=0) + 1e4).float().contiguous(memory_format=layout)
     _, var = cuda.moments(x.cuda())
-    torch.testing.assert_close(var.cpu().double(), x.double().var((0, 2, 3), correction=0), rtol=1e-5, atol=0)
+    torch.testing.assert_close(var.cpu().double(), x.double().var((0, 2, 3), correction=0), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
