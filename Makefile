@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2' -o -name '*.cpp' -o -name '*.h') memnorm/py.typed pyproject.toml setup.py README.md LICENSE
 
-.PHONY: test test-full demo docs lint format clean
+.PHONY: test test-full demo docs bench lint format clean
 
 test: .venv/installed lint
 	$(BIN)/pytest -n 2
@@ -16,6 +16,10 @@ demo: .venv/installed
 
 docs: .venv/docs .venv/installed
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet docs site
+
+bench: .venv/installed
+	$(BIN)/memnorm bench all --out results/bench.json
+	$(BIN)/python tools/docs.py
 
 lint: .venv/dependencies
 	$(BIN)/ruff check .

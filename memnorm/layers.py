@@ -146,13 +146,13 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         return self._forward(input, activation, residual)
 
     def _forward(self, input: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
-        self._check_input(input)
         if activation not in (None, "relu"):
             raise OptionError(f"{self._name}: activation must be 'relu' or None; got {activation!r}")
         if self.training:
             output = self._forward_on_kernels(input, activation is not None, residual)
             if output is not None:
                 return output
+        self._check_input(input)
         output = self._forward_in_torch(input) if self.training else self._plain_forward(input)
         if residual is not None:
             output = output + residual
@@ -165,7 +165,8 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
             self.track_running_stats
             and mean is not None
             and cpu.takes(x, mean.dtype)
-            and x.numel() > self.num_features
+            and x.dim() in self.ranks
+            and x.shape[1] == self.num_features < x.numel()
             and (residual is None or (rectify and cpu.are_alike(x, residual)))
             and self._shift_between_means
             and not inside_backward()
@@ -354,18 +355,18 @@ class MemorizedBatchNorm1d(MemorizedBatchNorm, nn.BatchNorm1d):
     """Memorized batch norm over (N, C) or (N, C, L)."""
 
     plain_class = nn.BatchNorm1d
-    ranks = (2, 3)
+    ranks: tuple[int, ...] = (2, 3)
 
 
 class MemorizedBatchNorm2d(MemorizedBatchNorm, nn.BatchNorm2d):
     """Memorized batch norm over (N, C, H, W)."""
 
     plain_class = nn.BatchNorm2d
-    ranks = (4,)
+    ranks: tuple[int, ...] = (4,)
 
 
 class MemorizedBatchNorm3d(MemorizedBatchNorm, nn.BatchNorm3d):
     """Memorized batch norm over (N, C, D, H, W)."""
 
     plain_class = nn.BatchNorm3d
-    ranks = (5,)
+    ranks: tuple[int, ...] = (5,)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mbn_figure
 import norm_docs
+import performance
 
 from memnorm.lab.report.verdict import verdict
 from memnorm.lab.statistics import Sample
@@ -30,6 +31,7 @@ def render() -> dict[Path, str]:
     real = [run for run in runs if run.spec.data in ("cifar10", "imagenette-mini")]
     tests = json.loads((ROOT / "results/test-full.json").read_text())
     costs = json.loads((ROOT / "results/norm-costs.json").read_text())
+    bench = json.loads((ROOT / "results/bench.json").read_text())
     readme = (ROOT / "README.md").read_text()
     pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
     return {
@@ -39,6 +41,8 @@ def render() -> dict[Path, str]:
         ROOT / "docs/evidence.md": evidence_page(paper),
         ROOT / "docs/records.md": records(real),
         ROOT / "docs/test-record.md": test_record(tests),
+        ROOT / "docs/performance.md": performance.page(bench),
+        **{ROOT / "docs/figures" / name: text for name, text in performance.figures(bench).items()},
         ROOT / "docs/norms/README.md": norm_docs.overview(costs),
         **norm_docs.cards(ROOT / "docs/norms", costs, by_length(tuned)),
     }
