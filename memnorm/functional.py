@@ -72,11 +72,14 @@ def merge(memory: Moments, batch: Moments, *, shift: bool = True) -> Moments:
     against.
     """
     total = batch.weight + memory.weight
-    share = as_scalar(batch.weight / total, batch.mean.dtype, batch.mean.device)
+    # Not other = 1 − share, which has few digits where the memory is light.
+    share, other = (
+        as_scalar(weight / total, batch.mean.dtype, batch.mean.device) for weight in (batch.weight, memory.weight)
+    )
     mean = torch.lerp(memory.mean, batch.mean, share)
     var = torch.lerp(memory.var, batch.var, share)
     if shift:
-        var = var + share * (1 - share) * (batch.mean - memory.mean).square()
+        var = var + share * other * (batch.mean - memory.mean).square()
     return Moments(mean, var, total)
 
 
@@ -138,7 +141,11 @@ def normalize_with_memory(
 
 def reads_at_once(x: Tensor, memory_mean: Tensor) -> bool:
     """Whether the kernels normalise `x`: they copy what they read of the memory, which may then change."""
-    return cpu.takes(x, memory_mean.dtype) and cpu.readable(memory_mean, memory_mean.dtype)
+    return (
+        cpu.takes(x, memory_mean.dtype)
+        and cpu.readable(memory_mean, memory_mean.dtype)
+        and memory_mean.shape == x.shape[1:2]
+    )
 
 
 def _on_kernels(
@@ -200,7 +207,7 @@ class _Kernels(_SingleLevelFunction):
     def backward(ctx, grad_y):
         x, weight, saved, y = ctx.saved_tensors
         eps, has_bias, reading = ctx.call
-        if torch.is_grad_enabled() or type(grad_y) is not Tensor or torch._C._are_functorch_transforms_active():
+        if torch.is_grad_enabled() or not cpu.unobserved() or not cpu.is_gradient(grad_y):
             # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
             memory = cpu.Saved.of(saved)
             hat = merge(Moments(memory.memory_mean, memory.memory_var, memory.memory_weight), batch_moments(x))

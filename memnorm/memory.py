@@ -62,7 +62,7 @@ class Remembering:
 
     def _stands_in(self) -> Tensor:
         trained: Tensor = (self.running_mean != 0).any() | (self.running_var != 1).any()
-        return trained | (self.prior_from_init and self.momentum is not None)
+        return torch.ones_like(trained) if self.prior_from_init and self.momentum is not None else trained
 
     @torch.no_grad()
     def _record(self, batch: Moments) -> None:

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import _C, Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._prims_common import suggest_memory_format
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-from memnorm.errors import warn
+from memnorm.errors import InputError, warn
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 0}
 _STATISTICS = {dtype: torch.float64 if dtype is torch.float64 else torch.float32 for dtype in _KINDS}
@@ -30,7 +31,7 @@ _CHANNELS_LAST: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last
 @functools.cache
 def module() -> Any:
     """The compiled module, or None where it is switched off or was not built; in that case said once."""
-    if os.environ.get("MEMNORM_KERNELS", "").lower() == "off":
+    if _switched_off():
         return None
     try:
         return importlib.import_module("memnorm.kernels._cpu")
@@ -40,6 +41,17 @@ def module() -> Any:
             "times slower. Install memnorm where a C++ compiler is, or set MEMNORM_KERNELS=off to hide this."
         )
         return None
+
+
+def description() -> str:
+    """What computes memorized layers on the processor."""
+    if module() is not None:
+        return "C++ kernels for the processor"
+    return "torch operations: " + ("MEMNORM_KERNELS=off" if _switched_off() else "not built")
+
+
+def _switched_off() -> bool:
+    return os.environ.get("MEMNORM_KERNELS", "").lower() == "off"
 
 
 def takes(x: Tensor, dtype: torch.dtype) -> bool:
@@ -71,7 +83,20 @@ def unobserved() -> bool:
 
 def are_alike(x: Tensor, other: Tensor) -> bool:
     """Whether `other` may go beside `x`, which the kernels take."""
-    return type(other) in _PLAIN and other.is_cpu and other.dtype is x.dtype and other.shape == x.shape
+    return (
+        type(other) in _PLAIN
+        and other.is_cpu
+        and other.dtype is x.dtype
+        and other.shape == x.shape
+        and other.layout is torch.strided
+    )
+
+
+def is_gradient(grad_y: Tensor) -> bool:
+    """Whether `grad_y` is one dense gradient. Autograd's own vmap (`is_grads_batched`) sends many in one, without an
+    address.
+    """
+    return type(grad_y) is Tensor and not is_legacy_batchedtensor(grad_y) and grad_y.layout is torch.strided
 
 
 def readable(vector: Tensor, dtype: torch.dtype) -> bool:
@@ -95,14 +120,17 @@ def forward(
     Of a layer's `Memory`, the batch then becomes a part if `recording`; a `Reading` is only read.
     """
     data, memory_format, sizes = _arranged(x)
-    dtype = memory.dtype
-    if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
-        weight = weight.to(dtype).contiguous()
-    if bias is not None and (bias.dtype is not dtype or not bias.is_contiguous()):
-        bias = bias.to(dtype).contiguous()
+    dtype, c = memory.dtype, sizes[4]
+    if memory.channels != c:
+        raise InputError(f"the statistics are of {memory.channels} channels, the input has {c}")
+    if weight is not None:
+        weight = _vector(weight, c, dtype)
+    if bias is not None:
+        bias = _vector(bias, c, dtype)
     if residual is not None:
         residual = _like(residual, data, memory_format)
-    y, saved = torch.empty_like(data), torch.empty(6 * sizes[4] + 1, dtype=dtype)
+    y = torch.empty_like(data)
+    saved = y.new_empty(6 * c + 1, dtype=dtype)  # new_: not on torch's default device
     memory.function(
         *sizes,
         data.data_ptr(),
@@ -158,12 +186,12 @@ def backward(
         data = _arranged(x)[0]
         y = None if y is None else _like(y, data, memory_format)
     grad_y = _like(grad_y, data, memory_format)
-    dtype = saved.dtype
-    if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
-        weight = weight.to(dtype).contiguous()
     grad_x = torch.empty_like(data) if wants_x else None
     grad_residual = torch.empty_like(data) if wants_residual else None
-    grad_weight, grad_bias = torch.empty(sizes[4], dtype=dtype), torch.empty(sizes[4], dtype=dtype)
+    c = sizes[4]
+    grad_weight, grad_bias = saved.new_empty(c), saved.new_empty(c)
+    if weight is not None:
+        weight = _vector(weight, c, saved.dtype)
     module().backward(
         *sizes,
         data.data_ptr(),
@@ -184,9 +212,20 @@ def backward(
 
 def _like(tensor: Tensor, data: Tensor, memory_format: Any) -> Tensor:
     """`tensor` in the kind and layout of `data`, which has this layout."""
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     if tensor.dtype is data.dtype and tensor.is_contiguous(memory_format=memory_format):
         return tensor
     return tensor.to(data.dtype).contiguous(memory_format=memory_format)
+
+
+def _vector(parameter: Tensor, c: int, dtype: torch.dtype) -> Tensor:
+    """A parameter in the kind and layout that the kernels read."""
+    if parameter.numel() != c:
+        raise InputError(f"a parameter has {parameter.numel()} values, the input {c} channels")
+    if parameter.dtype is dtype and parameter.is_contiguous():
+        return parameter
+    return parameter.to(dtype).contiguous()
 
 
 def _arranged(x: Tensor) -> tuple[Tensor, Any, tuple[int, ...]]:
@@ -213,8 +252,9 @@ class Reading:
     buffers = ()
 
     def __init__(self, mean: Tensor, var: Tensor, weight: float) -> None:
-        self.function, self.dtype = module().forward, mean.dtype
-        self._arguments = (mean.data_ptr(), var.data_ptr(), weight)
+        self.function, self.dtype, self.channels = module().forward, mean.dtype, mean.numel()
+        self._kept = mean, var.to(mean).expand_as(mean).contiguous()
+        self._arguments = (*(one.data_ptr() for one in self._kept), weight)
 
     def arguments(self, recording: bool) -> tuple[Any, ...]:
         return self._arguments
@@ -249,9 +289,10 @@ class Memory:
         self.buffers = [buffers[name] for name in self.NAMES]
         self.strength = buffers["strength"]
         self.addresses = [buffers[name].data_ptr() for name in self.NAMES_OF_ALL]
-        self.dtype = self.buffers[0].dtype
+        self.dtype, self.channels = self.buffers[0].dtype, self.buffers[0].numel()
+        self.slots = buffers["memory_mean"].shape
         self.function: Any = getattr(module(), "train", None)
-        self._arguments = (*self.addresses, len(buffers["memory_count"]), *rules)
+        self._arguments = (*self.addresses, self.slots[0], *rules)
 
     def arguments(self, recording: bool) -> tuple[Any, ...]:
         """What `train` takes of it."""
@@ -262,14 +303,21 @@ class Memory:
 
     def still(self, buffers: Mapping[str, Any], rules: Rules) -> bool:
         """Whether it still is where it was, under the same rules."""
-        return [buffers[name].data_ptr() for name in self.NAMES_OF_ALL] == self.addresses and rules == self.rules
+        return (
+            [buffers[name].data_ptr() for name in self.NAMES_OF_ALL] == self.addresses
+            and buffers["memory_mean"].shape == self.slots
+            and rules == self.rules
+        )
 
     def writable(self) -> bool:
         """Whether every buffer can be written through its address."""
         dtypes = {"num_batches_tracked": torch.int64, "strength": torch.float64}
         named = zip(self.NAMES_OF_ALL, (self.strength, *self.buffers), strict=True)
-        return self.function is not None and all(
-            readable(one, dtypes.get(name, self.dtype)) and not one.is_inference() for name, one in named
+        k, c = self.slots[0], self.channels
+        return (
+            self.function is not None
+            and [one.numel() for one in self.buffers] == [c, c, 1, 1, k * c, k * c, k]
+            and all(readable(one, dtypes.get(name, self.dtype)) and not one.is_inference() for name, one in named)
         )
 
 
