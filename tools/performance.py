@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memnorm.lab.bench.clock import geometric_mean
 from memnorm.lab.bench.targets import Target
 
 PARTS = ("layer", "step", "data", "rest")
@@ -59,6 +60,28 @@ def page(record: dict[str, Any]) -> str:
             "",
         ]
     )
+
+
+def sentence(record: dict[str, Any]) -> str:
+    """README's."""
+    shapes = record["layer"]["shapes"]
+    ratios = [row["train"]["ratio"] for row in shapes]
+    networks = {(one["model"], one["batch_size"]): one["arms"] for one in record["step"]["networks"]}
+    steps = ", ".join(
+        f"{size}: {_arm(arms, 'MBN-1'):.2f} and {_arm(arms, 'MBN-2'):.2f}"
+        for (model, size), arms in networks.items()
+        if model == "resnet20"
+    )
+    return (
+        f"Measured on {record['where']['machine']}, as ratios to torch's batch norm: a layer in training "
+        f"{geometric_mean(ratios):.2f} (geometric mean over {len(ratios)} shapes and layouts, {min(ratios):.2f} to "
+        f"{max(ratios):.2f}); a ResNet-20 step with MBN-1 and MBN-2, by batch size, {steps}. "
+        "[Performance](docs/performance.md) has the rest, with the noise and what misses its bound."
+    )
+
+
+def _arm(arms: list[dict[str, Any]], name: str) -> float:
+    return next(arm["ratio"] for arm in arms if arm["name"] == name)
 
 
 def bounds(record: dict[str, Any]) -> list[str]:
