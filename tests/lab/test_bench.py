@@ -58,10 +58,26 @@ def test_a_bound_is_met_up_to_its_value():
 @pytest.mark.parametrize(("value", "code"), [(0.7, 0), (0.9, 1)])
 def test_the_exit_code_says_whether_every_bound_is_met(monkeypatch, capsys, tmp_path, value, code):
     target = {"what": "layer", "value": value, "must": 0.8, "good": None, "unit": "× BN"}
-    monkeypatch.setattr(bench, "measure", lambda arguments: {"data": {"targets": [target]}})
+    monkeypatch.setattr(bench, "measure", lambda arguments: [("data", {"targets": [target]})])
     assert command(["bench", "data", "--out", str(tmp_path / "bench.json")]) == code
     assert ("missed" in capsys.readouterr().out) == bool(code)
     assert json.loads((tmp_path / "bench.json").read_text())["data"]["targets"] == [target]
+
+
+def test_parts_that_are_measured_one_by_one_make_one_record(monkeypatch, tmp_path):
+    out = tmp_path / "bench.json"
+    for part in ("data", "rest"):
+        monkeypatch.setattr(bench, "measure", lambda arguments: [(arguments.part, {"targets": []})])
+        assert command(["bench", part, "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"data": {"targets": []}, "rest": {"targets": []}}
+
+
+def test_a_file_that_is_no_record_is_not_overwritten(capsys, tmp_path):
+    out = tmp_path / "notes.txt"
+    out.write_text("mine")
+    assert command(["bench", "data", "--out", str(out)]) == 2
+    assert "not a record" in capsys.readouterr().err
+    assert out.read_text() == "mine"
 
 
 def test_a_layer_is_measured_in_training_forward_and_eval(monkeypatch):
