@@ -140,9 +140,9 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         """The normalised input; with `activation="relu"`, relu(norm(input) + residual), which on the processor costs no
         further pass over the data.
         """
-        if isinstance(input, fx.Proxy):  # a leaf for torch.fx, as torch's own layers are
-            extra = {"activation": activation, "residual": residual} if activation or residual is not None else {}
-            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), extra)
+        if isinstance(input, fx.Proxy):  # a leaf for torch.fx, called as torch's own layers are: one can take its place
+            output = input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
+            return _completed(output, activation, residual)
         return self._forward(input, activation, residual)
 
     def _forward(self, input: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
@@ -154,9 +154,7 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
                 return output
         self._check_input(input)
         output = self._forward_in_torch(input) if self.training else self._plain_forward(input)
-        if residual is not None:
-            output = output + residual
-        return output if activation is None else F.relu(output, inplace=True)
+        return _completed(output, activation, residual)
 
     def _forward_on_kernels(self, x: Tensor, rectify: bool, residual: Tensor | None) -> Tensor | None:
         """A training forward in one call; None if something asks for more than that."""
@@ -331,6 +329,12 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         widen(self)
+
+
+def _completed(output: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
+    if residual is not None:
+        output = output + residual
+    return output if activation is None else F.relu(output, inplace=True)
 
 
 def _check_options(memory_size: int | None, decay: float, strength: float, prior_weight: float) -> None:
