@@ -112,11 +112,11 @@ def collectives_of(work: Callable[[], None]) -> dict[str, int]:
 
 
 def main(programs: dict[str, Callable[..., Any]]) -> None:
-    """Run the programs named on the command line, and keep what they return: `program.py folder name name …`."""
-    folder, *names = sys.argv[1:]
+    """Run the programs one after the other and keep what they return in a folder, a file per process."""
+    (folder,) = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {name: programs[name]() for name in names}
+    found = {name: program() for name, program in programs.items()}
     torch.save(found, f"{folder}/{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
