@@ -37,14 +37,14 @@ class Some:
         return bool, (True,)
 
     def __repr__(self) -> str:
-        return f"<group of {dist.get_world_size(self.group)} processes>"
+        return "<process group>"
 
 
 def check_sync(sync: Any) -> bool | Some:
     """What a layer keeps of its option `sync`."""
     if isinstance(sync, (bool, Some)):
         return sync
-    if dist.is_available() and isinstance(sync, dist.ProcessGroup):
+    if dist.is_available() and (isinstance(sync, dist.ProcessGroup) or sync is dist.GroupMember.NON_GROUP_MEMBER):
         return Some(sync)
     raise OptionError(f"sync must be False, True for all processes, or a process group; got {sync!r}")
 
