@@ -14,6 +14,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memnorm import distributed as distributed
     from memnorm import errors as errors
     from memnorm import estimate as estimate
     from memnorm import functional as functional
@@ -61,7 +62,7 @@ _HOMES = {
     "replay": ("recording", "rerecord"),
     "schedule": ("StrengthSchedule",),
 }
-_MODULES = ("errors", "estimate", "functional", "layers", "norms", "reference", "replay", "schedule")
+_MODULES = ("distributed", "errors", "estimate", "functional", "layers", "norms", "reference", "replay", "schedule")
 
 
 class _Package(types.ModuleType):

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from memnorm import norms
+from memnorm.distributed import keep_local, stop_exchange, unkeep_local
 from memnorm.double_forward import detach
 from memnorm.errors import NothingToConvert, OptionError, WrappedModelError, check_module, warn
 from memnorm.layers import MemorizedBatchNorm, Recording
@@ -49,8 +50,8 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
     Args:
         model: anything but a model already wrapped for distributed training.
         norm: a name of `memnorm.norms.available()`, or a function `(num_features, **options)` that returns a module.
-        options: for "mbn": `memory_size`, `decay`, `strength`, `prior_weight`, `prior_from_init`; for others, see
-            their page in `docs/norms/`.
+        options: for "mbn": `memory_size`, `decay`, `strength`, `prior_weight`, `prior_from_init`, `sync`; for others,
+            see their page in `docs/norms/`.
     """
     check_module(model, "convert")
     _refuse_wrapped(model, "convert")
@@ -70,9 +71,11 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
         raise NothingToConvert(_nothing_to_convert(model, skipped))
     new = {layer: build(_original(layer, norm), **options) for name, layer in wanted.items() if name not in skipped}
     _settle(model)
+    unkeep_local(model)
     if skipped:
         warn(f"convert left alone: {_listing(skipped)}")
     converted = replace_modules(model, new)
+    keep_local(converted)
     unwatch_saving(converted)
     if converted not in new.values() and any(isinstance(layer, Recording) for layer in new.values()):
         watch_saving(converted)
@@ -103,6 +106,8 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
                 f"its place ({layer.extra_repr()})"
             )
     detach(model)
+    stop_exchange(model)
+    unkeep_local(model)
     unwatch_saving(model)
     _settle(model)
     return replace_modules(model, {layer: _original(layer, None) for layer in layers})

@@ -334,8 +334,13 @@ def detach(model: nn.Module) -> None:
 
 
 def _batches_recorded(model: nn.Module) -> dict[str, int]:
-    counts = ((name, getattr(layer, "num_batches_tracked", None)) for name, layer in named_recorders(model).items())
-    return {name: int(count) for name, count in counts if count is not None and not count.is_meta}
+    """By name; what waits to be exchanged between processes is recorded, too."""
+    found = {}
+    for name, layer in named_recorders(model).items():
+        count = getattr(layer, "num_batches_tracked", None)
+        if count is not None and not count.is_meta:
+            found[name] = int(count) + len(getattr(layer, "_outgoing", None) or ())
+    return found
 
 
 def _blind(model: nn.Module, recorded_before: dict[str, int]) -> str:

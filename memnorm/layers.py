@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memnorm.collective import Some, check_sync, companions, joint_moments, normalize_jointly
 from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole
 from memnorm.functional import (
     Moments,
@@ -53,7 +54,7 @@ class Recording:
         return {
             name: value
             for name, value in self.__dict__.items()
-            if name not in ("recording", "_readings", "_watched_by", "_known_memory")
+            if name not in ("recording", "_readings", "_watched_by", "_known_memory", "_outgoing")
         }
 
 
@@ -70,6 +71,8 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
             recorded; this is their weight, in units of the current batch.
         prior_from_init: let the initial statistics (0, 1) stand in as well, so that a first batch of one value per
             channel can be trained on.
+        sync: take the batch of all processes together: True, or a process group. Every process must then call the
+            layer equally often, be it with an empty batch.
 
     `eps`, `momentum`, `affine`, `track_running_stats`, `device`, `dtype` and `bias` are those of
     `torch.nn.BatchNorm2d`. `momentum=None` accumulates cumulative statistics as torch does (see `docs/design.md`); a
@@ -78,6 +81,7 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
 
     plain_class: type[_BatchNorm]
     ranks: tuple[int, ...]
+    sync: bool | Some = False
 
     weight: nn.Parameter | None  # type: ignore[assignment]
     bias: nn.Parameter | None  # type: ignore[assignment]
@@ -100,6 +104,7 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         strength: float = 0.5,
         prior_weight: float = 1.0,
         prior_from_init: bool = False,
+        sync: Any = False,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:
@@ -110,12 +115,21 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
             strength=strength,
             prior_weight=prior_weight,
             prior_from_init=prior_from_init,
+            sync=sync,
         )
 
     def _install_memory(
-        self, *, memory_size: int | None, decay: float, strength: float, prior_weight: float, prior_from_init: bool
+        self,
+        *,
+        memory_size: int | None,
+        decay: float,
+        strength: float,
+        prior_weight: float,
+        prior_from_init: bool,
+        sync: Any,
     ) -> None:
         """Add the memory to a layer that is a batch norm already."""
+        self.sync = check_sync(sync)
         _check_options(memory_size, decay, strength, prior_weight)
         self.memory_size = None if memory_size is None else int(memory_size)
         self.decay, self._initial_strength, self.prior_weight = float(decay), float(strength), float(prior_weight)
@@ -167,6 +181,8 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
             and x.shape[1] == self.num_features < x.numel()
             and (residual is None or (rectify and cpu.are_alike(x, residual)))
             and self._shift_between_means
+            and self.sync is False
+            and self._outgoing is None
             and not inside_backward()
             and not may_be_recomputed()
         ):
@@ -178,15 +194,14 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         return on_kernels(x, weight, bias, residual, rectify, self.eps, memory, self.recording)
 
     def _forward_in_torch(self, input: Tensor) -> Tensor:
+        group = companions(self.sync)
+        if group is not None:
+            return self._forward_jointly(input, group)
         if not self.track_running_stats or self.running_mean is None:
             return self._plain_forward(input)
         count = count_per_channel(input)
-        if count == 0:
-            raise InputError(
-                f"{self._name}: the batch is empty (shape {tuple(input.shape)}): skip it, or evaluate it after .eval()"
-            )
-        if count == 1:
-            self._require_statistics(input)
+        if count < 2:
+            self._require_values(input, count)
         compiling = torch.compiler.is_compiling()
         replaying = not compiling and inside_backward()
         memory = self._recall(input) if replaying else None
@@ -199,6 +214,25 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         if not replaying:
             if not compiling:
                 self._kept_readings.keep(batch, memory)
+            if self.recording:
+                self._record(batch)
+        return output
+
+    def _forward_jointly(self, x: Tensor, group: Any) -> Tensor:
+        """A training forward whose batch is that of all processes of `group`, which all remember it."""
+        batch = joint_moments(x.detach(), group)
+        if count_per_channel(x) < 2:  # so it is in every process if they have less than two together
+            self._require_values(x, int(batch.weight))
+        if not self.track_running_stats or self.running_mean is None:
+            nothing = Moments(torch.zeros_like(batch.mean), torch.ones_like(batch.var), 0.0)
+            return normalize_jointly(x, self.weight, self.bias, batch, nothing, self.eps, group)
+        replaying = inside_backward()
+        memory = self._kept_readings.recall(batch) if replaying else None
+        if memory is None:
+            memory = self._read(batch.weight)
+        output = normalize_jointly(x, self.weight, self.bias, batch, memory, self.eps, group)
+        if not replaying:
+            self._kept_readings.keep(batch, memory)
             if self.recording:
                 self._record(batch)
         return output
@@ -276,14 +310,18 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
             advice = "" if x.is_complex() else ": convert it with .float()"
             raise DTypeError(f"{self._name}: expected real floating-point input, got {x.dtype}{advice}")
 
-    def _require_statistics(self, x: Tensor) -> None:
-        """One value per channel has no variance of its own: there must be something to merge it with.
+    def _require_values(self, x: Tensor, count: int) -> None:
+        """A batch of `count` values per channel must not be empty, nor have one alone with nothing to merge it with.
 
         Reads the device, in this rare case only, and not again once the answer was yes.
         """
-        if torch.compiler.is_compiling():
+        if count == 0:
+            raise InputError(
+                f"{self._name}: the batch is empty (shape {tuple(x.shape)}): skip it, or evaluate it after .eval()"
+            )
+        if count > 1 or torch.compiler.is_compiling():
             return
-        if self.momentum is not None:
+        if self.momentum is not None and self.running_mean is not None:
             if self._seasoned == self.strength._version:
                 return
             if bool(self.strength * self._weight_now(1) > 0):
@@ -300,7 +338,8 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         memory = f"memory_size={self.memory_size}, decay={self.decay}, strength={strength:g}"
         plain = f"eps={self.eps}, momentum={self.momentum}, affine={self.affine}"
         bias = "" if self.bias is not None or not self.affine else ", bias=False"
-        return f"{self.num_features}, {memory}, {plain}{bias}, track_running_stats={self.track_running_stats}"
+        sync = f", sync={self.sync}" if self.sync is not False else ""
+        return f"{self.num_features}, {memory}, {plain}{bias}, track_running_stats={self.track_running_stats}{sync}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.running_mean is None:

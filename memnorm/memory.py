@@ -34,6 +34,7 @@ class Remembering:
     momentum: float | None
     _buffers: Any
     _known_memory: cpu.Memory | None = None  # as the kernels last wrote it
+    _outgoing: list[Moments] | None = None  # batches recorded for `memnorm.distributed.exchange_memory` to share
     _shift_between_means: bool = True  # False is the paper's Eq. 4, for its ablation
 
     def _read(self, count: Tensor | float, at_once: bool = False) -> Moments:
@@ -64,11 +65,17 @@ class Remembering:
         trained: Tensor = (self.running_mean != 0).any() | (self.running_var != 1).any()
         return torch.ones_like(trained) if self.prior_from_init and self.momentum is not None else trained
 
-    @torch.no_grad()
     def _record(self, batch: Moments) -> None:
         """Make `batch` the newest remembered one and pool the memory again. Every buffer changes in place; a batch that
-        is not finite changes none.
+        is not finite changes none. If the memory is exchanged between processes, the batch waits for that.
         """
+        if self._outgoing is not None and self.momentum is not None:
+            self._outgoing.append(batch)
+            return
+        self._remember(batch)
+
+    @torch.no_grad()
+    def _remember(self, batch: Moments) -> None:
         memory = self._kernels_memory() if cpu.takes(batch.mean, self.running_mean.dtype) else None
         if memory is not None:
             cpu.record(memory, batch.mean, batch.var, float(batch.weight))

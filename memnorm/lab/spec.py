@@ -67,6 +67,7 @@ class RunSpec:
     weight_decay: float = option(1e-4, "of every parameter")
     precision: Literal["float32", "float64", "bfloat16"] = option("float32", "bfloat16 is autocast")
     evaluations: int = option(20, "how often to evaluate, evenly spaced; the last is the headline")
+    processes: int = option(1, "that share each batch; torchrun sets it")
     seed: int = option(0, "of initial weights, data order and augmentation, the same for every norm")
 
     def __post_init__(self) -> None:
@@ -222,7 +223,7 @@ def _words(hint: Any) -> str:
 
 def _problems(spec: RunSpec) -> list[str]:
     """What is wrong with the values, in words."""
-    positive = ("batch_size", "iterations", "base_batch_size", "evaluations", "every", "classes_per_batch")
+    positive = ("batch_size", "iterations", "base_batch_size", "evaluations", "every", "classes_per_batch", "processes")
     found = [f"{name} must be at least 1; got {getattr(spec, name)}" for name in positive if getattr(spec, name) < 1]
     found += [
         f"{name} must be at least 1, or null for all; got {value}"
@@ -259,6 +260,8 @@ def _contradictions(spec: RunSpec) -> list[str]:
         found.append(f"strength belongs to the norm {' or '.join(MEMORY_NORMS)}; {spec.norm} has none")
     if spec.scheme == "single" and (spec.every != 1 or spec.fraction != 1):
         found.append("every and fraction belong to scheme: double")
+    if spec.batch_size < spec.processes:
+        found.append(f"{spec.processes} processes cannot share a batch of {spec.batch_size}")
     if "strength" in spec.norm_options:
         found.append("give strength as a field of its own, not in norm_options")
     for options, names in OWN_WORDS.items():

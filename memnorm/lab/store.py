@@ -173,6 +173,22 @@ class RunFolder:
         return result
 
 
+class Onlooker(RunFolder):
+    """The folder for a process that works on the run and leaves the record to another."""
+
+    def begin(self, session: dict[str, Any]) -> None:
+        pass
+
+    def add_metrics(self, line: dict[str, Any]) -> None:
+        pass
+
+    def write_metrics(self, lines: Sequence[dict[str, Any]]) -> None:
+        pass
+
+    def finish(self, result: dict[str, Any]) -> dict[str, Any]:
+        return result
+
+
 def finite(value: Any) -> Any:
     """JSON has no infinity: what is not finite is null."""
     if isinstance(value, dict):

@@ -21,9 +21,10 @@ from memnorm.lab.data import Data, epoch_length, order
 from memnorm.lab.disk import replacing
 from memnorm.lab.errors import Interrupted, LabError, UsageError
 from memnorm.lab.listen import Listener
+from memnorm.lab.processes import Team, leads
 from memnorm.lab.signals import stop_signals
 from memnorm.lab.spec import Execution, RunSpec
-from memnorm.lab.store import RunFolder, Store
+from memnorm.lab.store import Onlooker, RunFolder, Store
 from memnorm.lab.training import Tally, Training, choose_device, load_data, set_threads, sources
 
 
@@ -46,6 +47,8 @@ def run(
     if reason:
         raise UsageError(reason)
     data = load_data(spec, data_root)
+    if not leads():  # the first process keeps the record
+        return _Run(spec, Onlooker(folder.path, spec), execution, data, listener).to_the_end()
     with folder.held(wait):
         done = folder.result()  # of the process that we may have waited for
         return done or _Run(spec, folder, execution, data, listener).to_the_end()
@@ -65,6 +68,7 @@ class _Run:
         self.data = data
         self.train_source, self.test_source = sources(spec, data)
         self.threads, self.device = set_threads(execution), choose_device(execution.device)
+        self.team = Team(spec, self.device)
         self.peak = environment.PeakMemory(self.device)
         self.iteration, self.seconds = 0, 0.0
         self.lines: list[dict[str, Any]] = []  # of metrics.jsonl
@@ -78,8 +82,11 @@ class _Run:
         return Training(self.spec, self.data.classes, self.data.shape, self.device)
 
     def _resumed(self) -> Training | None:
-        for state in checkpoint.readable(self.folder.path, self.listener.message):
+        """From the newest checkpoint that the first process can read and everybody can load."""
+        states = checkpoint.readable(self.folder.path, self.listener.message) if self.team.rank == 0 else iter(())
+        while (state := self.team.tell(next(states, None))) is not None:
             training = self._fresh()
+            problem = None
             try:
                 if state["run"] != self.spec.name:
                     raise ValueError(f"it is of the run {state['run']}")
@@ -87,9 +94,10 @@ class _Run:
                 self.iteration, self.seconds = int(state["iteration"]), float(state["seconds"])
                 self.lines = [dict(line) for line in state["lines"]]
             except Exception as error:  # whatever is wrong with it, an older one may do
-                self.listener.message(f"a checkpoint does not fit this run ({error}); going back to the one before")
-                continue
-            return training
+                problem = error
+            if self.team.total(problem is not None) == [0]:
+                return training
+            self.listener.message(f"a checkpoint does not fit this run ({problem}); going back to the one before")
         return None
 
     def _plan(self) -> Iterator[tuple[torch.Tensor, int | None]]:
@@ -97,13 +105,14 @@ class _Run:
         drawing: dict[str, Any] = {"sampler": spec.sampler, "batch_size": spec.batch_size}
         drawing["classes_per_batch"] = spec.classes_per_batch
         self.epoch_length = epoch_length(labels, **drawing)
-        seed, augment = spec.seed, spec.augment
-        return order(labels, iterations=spec.iterations, start=self.iteration, seed=seed, augment=augment, **drawing)
+        drawing |= {"iterations": spec.iterations, "seed": spec.seed, "augment": spec.augment}
+        return self.team.shares(order(labels, start=self.iteration, **drawing))
 
     def to_the_end(self) -> dict[str, Any]:
         self.listener.began(self.spec, self.iteration)
         batches = self.train_source.batches(self.plan, workers=self.execution.workers)
-        with tensorboard(self.folder.path, self.execution, self.iteration) as events, stop_signals() as asked_to_stop:
+        wanted = self.execution.tensorboard and self.team.rank == 0
+        with tensorboard(self.folder.path, wanted, self.iteration) as events, stop_signals() as asked_to_stop:
             saved, resumed = time.monotonic(), time.perf_counter()
             for images, labels in batches:
                 if not self.training.step(self.iteration, images, labels):
@@ -115,11 +124,12 @@ class _Run:
                     self._evaluate(events)
                     resumed = time.perf_counter()
                 late = time.monotonic() - saved >= self.execution.checkpoint_seconds
-                if (late or asked_to_stop.is_set()) and self.iteration < self.spec.iterations:
+                late, stop = map(bool, self.team.total(late, asked_to_stop.is_set()))
+                if (late or stop) and self.iteration < self.spec.iterations:
                     self.seconds += self._since(resumed)
                     self._save()
                     saved, resumed = time.monotonic(), time.perf_counter()
-                    if asked_to_stop.is_set():
+                    if stop:
                         raise Interrupted(
                             f"stopped at iteration {self.iteration:,} of {self.spec.iterations:,}; everything is "
                             "saved, and the same command goes on from here"
@@ -141,18 +151,20 @@ class _Run:
         training = self.training
         before = self.lines[-1] if self.lines else {"iteration": 0, "seconds": 0.0}
         steps, seconds = self.iteration - before["iteration"], self.seconds - before["seconds"]
-        line = {
+        tally = training.tally.over(self.team)
+        line = self.team.rank == 0 and {
             "iteration": self.iteration,
             "epoch": round(self.iteration / self.epoch_length, 4),
-            **training.tally.summary("train"),
+            **tally.summary("train"),
             **training.evaluate(self.test_source, self.execution.workers),
             "learning_rate": training.optimizer.param_groups[0]["lr"],
             "strength": training.last_strength,
             "seconds": round(self.seconds, 3),
-            "images_per_second": round(training.tally.images / max(seconds, 1e-9), 2),
+            "images_per_second": round(tally.images / max(seconds, 1e-9), 2),
             "step_ms": round(1000 * seconds / steps, 3),
             "peak_memory_mb": self.peak.read(),
         }
+        line = self.team.tell(line)
         training.tally = Tally()
         self.folder.add_metrics(line)
         self.lines.append(line)
@@ -163,15 +175,17 @@ class _Run:
 
     def _save(self) -> None:
         state = {"run": self.spec.name, "iteration": self.iteration, "seconds": self.seconds, "lines": self.lines}
-        checkpoint.save(self.folder.path, self.iteration, {**state, "training": self.training.state()})
+        state["training"] = self.training.state()
+        if self.team.rank == 0:
+            checkpoint.save(self.folder.path, self.iteration, state)
 
     def _result(self, status: str, **extra: Any) -> dict[str, Any]:
-        if self.execution.keep_weights and status == "finished":
+        if self.execution.keep_weights and status == "finished" and self.team.rank == 0:
             with replacing(self.folder.path / "weights.pt") as temporary:
                 checkpoint.write(temporary, self.training.model.state_dict())
         evaluated = [line for line in self.lines if line["test_error"] is not None]
         best = min(evaluated, key=lambda line: line["test_error"], default=None)
-        return self.folder.finish(
+        result = self.folder.finish(
             {
                 "status": status,
                 "name": self.spec.name,
@@ -185,6 +199,7 @@ class _Run:
                 "environment": self.session,
             }
         )
+        return self.team.tell(result)
 
 
 def evaluation_due(spec: RunSpec, iteration: int) -> bool:
@@ -194,9 +209,9 @@ def evaluation_due(spec: RunSpec, iteration: int) -> bool:
 
 
 @contextlib.contextmanager
-def tensorboard(folder: Path, execution: Execution, iteration: int) -> Iterator[Any]:
+def tensorboard(folder: Path, wanted: bool, iteration: int) -> Iterator[Any]:
     """Torch's writer of event files, if wanted."""
-    if not execution.tensorboard:
+    if not wanted:
         yield None
         return
     try:

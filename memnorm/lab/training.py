@@ -22,6 +22,7 @@ from memnorm.lab import models
 from memnorm.lab.data import EVALUATION_BATCH, Data, Source, sweep
 from memnorm.lab.data.seeds import mix
 from memnorm.lab.errors import UsageError
+from memnorm.lab.processes import Team
 from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec
 from memnorm.schedule import in_steps
 
@@ -32,7 +33,7 @@ class Training:
     """Model, optimizer and schedules of one run."""
 
     def __init__(self, spec: RunSpec, classes: int, shape: tuple[int, int, int], device: str) -> None:
-        self.spec, self.device = spec, torch.device(device)
+        self.spec, self.device, self.team = spec, torch.device(device), Team(spec, device)
         torch.manual_seed(mix(spec.seed, "weights"))
         model = models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options)
         model = with_norm(model, spec)
@@ -42,8 +43,9 @@ class Training:
             self.model.parameters(), spec.base_learning_rate, momentum=spec.momentum, weight_decay=spec.weight_decay
         )
         self.strength = self._strength_schedule()
+        self.learner = self.team.wrapped(self.model)  # what is called in training
         self.second_forward = (
-            memnorm.double_forward(self.model, self.optimizer, every=spec.every, fraction=spec.fraction)
+            memnorm.double_forward(self.learner, self.optimizer, every=spec.every, fraction=spec.fraction)
             if spec.scheme == "double"
             else None
         )
@@ -68,17 +70,18 @@ class Training:
 
     def step(self, iteration: int, images: Tensor, labels: Tensor) -> bool:
         """One step of SGD. Whether the loss was finite; if not, the weights are left as they were."""
-        torch.manual_seed(mix(self.spec.seed, "step", iteration))
+        torch.manual_seed(self.team.seed(mix(self.spec.seed, "step", iteration)))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.spec, iteration)
         images, labels = self.place(images, labels)
         self.optimizer.zero_grad()
         with self.autocast():
-            scores = self.model(images)
+            scores = self.learner(images)
             loss = nn.functional.cross_entropy(scores, labels)
-        if not math.isfinite(loss.item()):
+        loss_of_all, images_of_all = self.team.total(loss.item() * len(labels), len(labels))
+        if not math.isfinite(loss_of_all):
             return False
-        loss.backward()
+        (loss * (len(labels) * self.team.size / images_of_all)).backward()
         self.optimizer.step()
         if self.strength is not None:
             self.last_strength = self.strength.get_last_strength()
@@ -109,16 +112,26 @@ class Training:
             "strength": self.strength.state_dict() if self.strength else None,
             "second_forward": self.second_forward.state_dict() if self.second_forward else None,
             "tally": self.tally.state(),
+            **self._state_of_processes(),
         }
 
+    def _state_of_processes(self) -> dict[str, Any]:
+        """What differs between the processes of a team: statistics, and sums of loss and errors."""
+        if self.team.size == 1:
+            return {}
+        own = {"buffers": dict(self.model.named_buffers()), "tally": self.tally.state()}
+        return {"processes": self.team.collect(own)}
+
     def load_state(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
+        own = state["processes"][self.team.rank] if self.team.size > 1 else {"buffers": {}, "tally": state["tally"]}
+        statistics = {name: value for name, value in own["buffers"].items() if name in state["model"]}
+        self.model.load_state_dict({**state["model"], **statistics})
         self.optimizer.load_state_dict(state["optimizer"])
         if self.strength:
             self.strength.load_state_dict(state["strength"])
         if self.second_forward:
             self.second_forward.load_state_dict(state["second_forward"])
-        self.tally.load_state(state["tally"])
+        self.tally.load_state(own["tally"])
 
     def digest(self) -> str:
         """A hash of every weight and statistic: equal for runs that are equal bit for bit."""
@@ -156,6 +169,15 @@ class Tally:
         self.wrong += len(labels) - int(best[:, 0].sum())
         self.wrong_top5 += len(labels) - int(best.sum())
         self.has_top5 = scores.shape[1] > 5
+
+    def over(self, team: Team) -> Tally:
+        """The sums of all processes."""
+        joint = Tally()
+        joint.loss, joint.wrong, joint.wrong_top5, joint.images = team.total(  # type: ignore[assignment]
+            self.loss, self.wrong, self.wrong_top5, self.images
+        )
+        joint.has_top5 = self.has_top5
+        return joint
 
     def summary(self, prefix: str) -> dict[str, Any]:
         count = max(self.images, 1)

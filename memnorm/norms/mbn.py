@@ -17,7 +17,8 @@ from memnorm.layers import MemorizedBatchNorm, MemorizedBatchNorm1d, MemorizedBa
 from memnorm.norms.base import has_activation, takes_over
 from memnorm.state import SLOTS
 
-OPTIONS = {"memory_size": 20, "decay": 0.9, "strength": 0.5, "prior_weight": 1.0, "prior_from_init": False}
+OPTIONS: dict[str, Any] = {"memory_size": 20, "decay": 0.9, "strength": 0.5}
+OPTIONS |= {"prior_weight": 1.0, "prior_from_init": False, "sync": False}
 OWN_ATTRIBUTES = {
     "memory_size",
     "decay",
@@ -32,6 +33,8 @@ OWN_ATTRIBUTES = {
     "_seasoned",
     "_shift_between_means",
     "_known_memory",
+    "_outgoing",
+    "sync",
     "_readings",
     "_watched_by",
     "recording",

@@ -99,6 +99,8 @@ BAD = [
     ({"weight_decay": float("inf")}, "weight_decay must be finite; got inf"),
     ({"precision": "float16"}, "precision must be one of float32, float64, bfloat16; got 'float16'"),
     ({"evaluations": 0}, "evaluations must be at least 1; got 0"),
+    ({"processes": 0}, "processes must be at least 1; got 0"),
+    ({"processes": 3, "batch_size": 2}, "3 processes cannot share a batch of 2"),
     ({"seed": -1}, "seed must not be negative; got -1"),
     ({"seed": 0.5}, "seed must be a whole number; got 0.5"),
 ]
@@ -173,6 +175,7 @@ def test_every_field_enters_the_digest():
         "weight_decay": 0.0,
         "precision": "float64",
         "evaluations": 3,
+        "processes": 2,
         "seed": 1,
     }
     base = RunSpec(norm="mbn", scheme="double")

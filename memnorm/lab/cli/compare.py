@@ -32,7 +32,18 @@ for --base-batch-size and is scaled with the batch; --tune chooses one per norm 
 images. Timings of runs side by side (--jobs) disturb each other: take them from a run without.
 """
 DEFAULTS = {"model": "small", "data": "digits", "scaling": "linear", "base_batch_size": 32, "evaluations": 5}
-OWN = ("norm", "norm_options", "scheme", "every", "fraction", "batch_size", "iterations", "seed", "holdout")
+OWN = (
+    "norm",
+    "norm_options",
+    "scheme",
+    "every",
+    "fraction",
+    "batch_size",
+    "iterations",
+    "processes",
+    "seed",
+    "holdout",
+)
 
 
 def main(words: Sequence[str]) -> int:

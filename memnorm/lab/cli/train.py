@@ -12,6 +12,7 @@ from memnorm.lab.cli.flags import add_fields, add_places, filled, parse, parser
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
 from memnorm.lab.listen import relay
+from memnorm.lab.processes import launched, leads
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
 from memnorm.lab.train import run
@@ -23,6 +24,7 @@ examples:
   memnorm train --data path/to/images --model my_package.models:net --norm mbn --batch-size 2 --learning-rate 0.01
   memnorm train --config run.yaml --seed 1            flags after --config override the file
   memnorm train --norm mbn --print_config > run.yaml  write such a file
+  torchrun --nproc-per-node 2 -m memnorm.lab train --data digits --model small --norm mbn --device cpu
 
 The run is kept in a folder under --runs. The same command again shows its result, or goes on where it was interrupted.
 """
@@ -38,11 +40,16 @@ def main(words: Sequence[str]) -> int:
     places.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parse(made, words)
     spec, execution = filled(RunSpec, arguments), filled(Execution, arguments)
+    if spec.processes == 1:
+        spec = spec.but(processes=launched())
     reason = why_not(spec)
     if reason:
         raise UsageError(reason)
     ensure([spec.data], arguments.data_root, arguments.download)
     store = Store(arguments.runs)
+    if not leads():  # the first process does the talking
+        run(spec, store, execution=execution, data_root=arguments.data_root)
+        return OK
     with watching(1) as listener:
         result = run(spec, store, execution=execution, data_root=arguments.data_root, listener=relay(spec, listener))
     print(json.dumps(result, indent=1) if arguments.json else describe(result, str(store.run(spec).path)))

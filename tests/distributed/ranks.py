@@ -1,0 +1,194 @@
+"""What the processes of the tests beside do; each function runs in all of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rankkit import collectives_of, loss, main, net, own_part, sgd, state_of, trajectory, wrapped
+from support import images, leaf, randn, small_net
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import memnorm
+from memnorm.distributed import broadcast_memory, exchange_memory
+
+
+def plain() -> list[Any]:
+    """DDP as it is: no option of ours, none of its own. One batch size for all, so that nobody's is empty."""
+    model = wrapped(net())
+    return trajectory(model, sgd(model), even_part)
+
+
+def even_part(step: int) -> tuple[Tensor, Tensor, float]:
+    rank = dist.get_rank()
+    x = images(4, seed=100 * rank + step, dtype=torch.float64) + rank
+    return x, torch.arange(4) % 5, 1 / 4
+
+
+def joint_single() -> list[Any]:
+    model = wrapped(net(sync=True))
+    return trajectory(model, sgd(model), own_part)
+
+
+def joint_double() -> list[Any]:
+    model = wrapped(net(sync=True))
+    optimizer = sgd(model)
+    memnorm.double_forward(model, optimizer)
+    return trajectory(model, optimizer, own_part)
+
+
+def exchanged_single() -> list[Any]:
+    model = wrapped(net())
+    optimizer = sgd(model)
+    exchange_memory(model, optimizer)
+    return trajectory(model, optimizer, even_part)
+
+
+def exchanged_double() -> list[Any]:
+    """The exchange is attached first and has to wait for the second forward all the same."""
+    model = wrapped(net())
+    optimizer = sgd(model)
+    exchange_memory(model, optimizer)
+    memnorm.double_forward(model, optimizer)
+    return trajectory(model, optimizer, even_part)
+
+
+def collectives() -> dict[str, dict[str, int]]:
+    """Of one step, by mode."""
+    found = {}
+    for mode in ("bn", "plain", "sync", "exchange"):
+        model: Any = small_net(dtype=torch.float64) if mode == "bn" else net(sync=mode == "sync")
+        model = wrapped(model)
+        optimizer = sgd(model)
+        if mode == "exchange":
+            memnorm.double_forward(model, optimizer)
+            exchange_memory(model, optimizer)
+        trajectory(model, optimizer, even_part, steps=2)  # DDP settles its buckets
+        found[mode] = collectives_of(lambda m=model, o=optimizer: trajectory(m, o, even_part, steps=1))
+    return found
+
+
+def accumulated(model: Any, optimizer: Any, part: Any) -> list[dict[str, Tensor]]:
+    """Two batches per step, the gradients of the first one not averaged yet; the state after every step."""
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        for micro in (2 * step, 2 * step + 1):
+            x, y, share = part(micro)
+            if micro % 2 == 0:
+                with model.no_sync():
+                    loss(model(x), y, share=share / 2).backward()
+            else:
+                loss(model(x), y, share=share / 2).backward()
+        optimizer.step()
+        seen.append(state_of(model))
+    return seen
+
+
+def accumulated_joint() -> list[Any]:
+    model = wrapped(net(sync=True))
+    optimizer = sgd(model)
+    memnorm.double_forward(model, optimizer)
+    return accumulated(model, optimizer, own_part)
+
+
+def accumulated_exchange() -> list[Any]:
+    model = wrapped(net())
+    optimizer = sgd(model)
+    memnorm.double_forward(model, optimizer)
+    exchange_memory(model, optimizer)
+    return accumulated(model, optimizer, even_part)
+
+
+def odd_part(rank: int) -> Tensor:
+    return leaf((3 + 2 * rank, 3, 2, 2), seed=rank).detach()
+
+
+def second_derivative() -> dict[str, Tensor]:
+    """Of a joint layer: the gradient of a gradient's square."""
+    layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64, sync=True)
+    layer(randn(4, 3, 2, 2, seed=50 + dist.get_rank()) + 1)
+    x = odd_part(dist.get_rank()).requires_grad_()
+    y = layer(x)
+    probe = randn(*x.shape, seed=70 + dist.get_rank())
+    (first,) = torch.autograd.grad((y.square() * probe).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    return {"first": first.detach(), "second": second}
+
+
+def checkpointed() -> dict[str, Any]:
+    """Activation checkpointing runs the layers, collectives included, once more inside backward."""
+    found = {}
+    for name in ("plain", "checkpointed"):
+        model = net(sync=True)
+        for step in range(3):
+            x, _, _ = own_part(step)
+            y = checkpoint(model, x, use_reentrant=False) if name == "checkpointed" else model(x)
+            y.square().sum().backward()
+        found[name] = [[parameter.grad for parameter in model.parameters()], state_of(model)]
+    return found
+
+
+def group_of_two() -> dict[str, Any]:
+    """`sync=group`: those in it share their batch, the others know nothing of it; copies are in the group, too."""
+    group = dist.new_group([0, 1])
+    layer = memnorm.convert(torch.nn.BatchNorm2d(3).double(), sync=group)
+    layer = copy.deepcopy(layer)
+    layer(odd_part(dist.get_rank()))
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return {"state": state_of(layer), "pickled": torch.load(file, weights_only=False).sync}
+
+
+def scant() -> list[str]:
+    """What every process hears of a joint batch with nothing in it, and with a single value."""
+    layer = memnorm.MemorizedBatchNorm1d(3, sync=True)
+
+    def heard(size: int) -> str:
+        try:
+            layer(torch.zeros(size, 3))
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    return [heard(0), heard(1 if dist.get_rank() == 0 else 0)]
+
+
+def without_statistics() -> Tensor:
+    layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64, sync=True, track_running_stats=False)
+    return layer(odd_part(dist.get_rank())).detach()
+
+
+def handed_out() -> dict[str, Tensor]:
+    """Memories that differ, and then are rank 0's."""
+    model = net()
+    model(even_part(0)[0])
+    broadcast_memory(model)
+    return state_of(model)
+
+
+def spoilt() -> dict[str, Tensor]:
+    """Rank 0's batch is not finite, and then nobody has recorded anything at all."""
+    layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64)
+    optimizer = sgd(layer)
+    exchange_memory(layer, optimizer)
+    x = odd_part(dist.get_rank())
+    layer(x / 0 if dist.get_rank() == 0 else x)
+    optimizer.step()
+    optimizer.step()
+    return state_of(layer)
+
+
+PROGRAMS = (
+    *(plain, joint_single, joint_double, exchanged_single, exchanged_double, collectives),
+    *(accumulated_joint, accumulated_exchange, second_derivative, checkpointed, group_of_two, scant),
+    *(without_statistics, handed_out, spoilt),
+)
+
+if __name__ == "__main__":
+    main({program.__name__: program for program in PROGRAMS})

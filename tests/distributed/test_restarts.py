@@ -1,0 +1,25 @@
+"""A process dies, torchrun starts all of them again, and they end as if nothing had happened."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rankkit import results, torchrun
+
+PROGRAM = Path(__file__).with_name("restarted.py")
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("mode", ["local", "sync", "exchange"])
+def test_a_job_whose_process_was_killed_goes_on_from_torchs_checkpoint_and_ends_as_undisturbed(mode, tmp_path):
+    ends = {}
+    for name, dies_after in (("undisturbed", -1), ("killed", 4)):
+        folder = tmp_path / name
+        folder.mkdir()
+        torchrun(PROGRAM, str(folder), mode, str(dies_after), processes=2, flags=("--max-restarts=1",))
+        ends[name] = results(folder, 2)
+    for killed, undisturbed in zip(ends["killed"], ends["undisturbed"], strict=True):
+        assert (killed["resumed at"], undisturbed["resumed at"]) == (4, 0)
+        torch.testing.assert_close(killed["state"], undisturbed["state"], rtol=0, atol=0)
+    memories = [end["state"]["1.memory_mean"] for end in ends["killed"]]
+    assert torch.equal(*memories) == (mode != "local")
