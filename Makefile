@@ -30,22 +30,23 @@ format: .venv/dependencies
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Without kernels: these come with the wheel below.
 .venv/dependencies: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[lab,dev]'
+	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[lab,dev]'
 	touch $@
 
 # What the slow tests run against besides: trainers and the examples' data. Heavy, so `make test` does without.
 .venv/full: .venv/dependencies
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs,examples]'
+	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs,examples]'
 	touch $@
 
 .venv/docs: .venv/dependencies
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs]'
+	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs]'
 	touch $@
 
 # The tests run against an installed wheel, not against the source tree.
-.venv/installed: .venv/dependencies $(SOURCES)
+.venv/installed: .venv/dependencies $(wildcard .venv/full .venv/docs) $(SOURCES)
 	rm -rf dist build
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/memnorm-*.whl
