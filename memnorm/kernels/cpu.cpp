@@ -23,19 +23,30 @@ template <class Job> inline int64_t together(const Job &job, int64_t first, int6
     return first + some < end ? first + some : end;
 }
 
+// Whether there was memory for it. GCC takes a function with versions for one that throws nothing, and leaves out what
+// would catch it: an exception must not get that far.
+template <class Work> INLINE bool done(Work work) {
+    try {
+        work();
+        return true;
+    } catch (const std::exception &) {
+        return false;
+    }
+}
+
 // The functions of which there is a version for each level of the processor: all that touch data.
 #define PASSES(T, S, Layout)                                                                                        \
-    VERSIONS void measure(const Forward<T, S> &job, Layout, int64_t begin, int64_t end, Set *sets) {                \
-        Layout::measure(job, begin, end, sets);                                                                     \
+    VERSIONS bool measure(const Forward<T, S> &job, Layout, int64_t begin, int64_t end, Set *sets) {                \
+        return done([&]() INLINED { Layout::measure(job, begin, end, sets); });                                     \
     }                                                                                                               \
-    VERSIONS void transform(const Forward<T, S> &job, Layout, int64_t begin, int64_t end) {                         \
-        Layout::transform(job, begin, end);                                                                         \
+    VERSIONS bool transform(const Forward<T, S> &job, Layout, int64_t begin, int64_t end) {                         \
+        return done([&]() INLINED { Layout::transform(job, begin, end); });                                         \
     }                                                                                                               \
-    VERSIONS void add_up(const Backward<T, S> &job, Layout, int64_t begin, int64_t end, Sums *sums) {               \
-        Layout::add_up(job, begin, end, sums);                                                                      \
+    VERSIONS bool add_up(const Backward<T, S> &job, Layout, int64_t begin, int64_t end, Sums *sums) {               \
+        return done([&]() INLINED { Layout::add_up(job, begin, end, sums); });                                      \
     }                                                                                                               \
-    VERSIONS void differentiate(const Backward<T, S> &job, Layout, int64_t begin, int64_t end) {                    \
-        Layout::differentiate(job, begin, end);                                                                     \
+    VERSIONS bool differentiate(const Backward<T, S> &job, Layout, int64_t begin, int64_t end) {                    \
+        return done([&]() INLINED { Layout::differentiate(job, begin, end); });                                     \
     }
 #define CHANNELS(T, S)                                                                                              \
     VERSIONS void by_channel(const Forward<T, S> &job, int64_t begin, int64_t end) {                                \
@@ -64,22 +75,21 @@ TYPES(float, float)
 TYPES(double, double)
 TYPES(bfloat16, float)
 
-// Call work(begin, end, part) for equal parts of [0, size), one per thread. An exception must not leave a thread.
+// Call work(begin, end, part) for equal parts of [0, size), one per thread; it says whether it was done.
 template <class Work> void in_parts(int64_t size, int64_t threads, Work work) {
-#ifdef _OPENMP
+    std::atomic<bool> failed{false};
+    auto one = [&](int64_t part) {
+        if (!work(size * part / threads, size * (part + 1) / threads, part)) failed = true;
+    };
     if (threads > 1) {
-        std::atomic<bool> failed{false};
+#ifdef _OPENMP
 #pragma omp parallel for num_threads(int(threads)) schedule(static, 1)
-        for (int64_t part = 0; part < threads; part++) try {
-                work(size * part / threads, size * (part + 1) / threads, part);
-            } catch (const std::exception &) {
-                failed = true;
-            }
-        if (failed) throw std::bad_alloc();
-        return;
-    }
 #endif
-    for (int64_t part = 0; part < threads; part++) work(size * part / threads, size * (part + 1) / threads, part);
+        for (int64_t part = 0; part < threads; part++) one(part);
+    } else {
+        one(0);
+    }
+    if (failed) throw std::bad_alloc();
 }
 
 void join(Set &all, const Set &part) { all.join(part); }
@@ -93,28 +103,26 @@ template <class Result, class Job, class Read, class Write>
 void by_slice(const Job &job, int64_t size, int64_t threads, Read read, Write write) {
     std::vector<Result> results(std::size_t(threads * job.c));
     in_parts(size, threads, [&](int64_t begin, int64_t end, int64_t part) {
-        read(begin, end, results.data() + part * job.c);
+        return read(begin, end, results.data() + part * job.c);
     });
     for (int64_t part = 1; part < threads; part++)
         for (int64_t c = 0; c < job.c; c++) join(results[c], results[part * job.c + c]);
     settle(job, results.data());
-    in_parts(size, threads, [&](int64_t begin, int64_t end, int64_t) { write(begin, end); });
+    in_parts(size, threads, [&](int64_t begin, int64_t end, int64_t) { return write(begin, end); });
 }
 
 template <class T, class S, class Layout>
 void by_slice(const Forward<T, S> &job, Layout layout, int64_t size, int64_t threads) {
     by_slice<Set>(
-        job, size, threads, [&](int64_t begin, int64_t end, Set *sets) { measure(job, layout, begin, end, sets); },
-        [&](int64_t begin, int64_t end) { transform(job, layout, begin, end); });
+        job, size, threads, [&](int64_t begin, int64_t end, Set *sets) { return measure(job, layout, begin, end, sets); },
+        [&](int64_t begin, int64_t end) { return transform(job, layout, begin, end); });
 }
 
 template <class T, class S, class Layout>
 void by_slice(const Backward<T, S> &job, Layout layout, int64_t size, int64_t threads) {
     by_slice<Sums>(
-        job, size, threads, [&](int64_t begin, int64_t end, Sums *sums) { add_up(job, layout, begin, end, sums); },
-        [&](int64_t begin, int64_t end) {
-            if (job.dx) differentiate(job, layout, begin, end);
-        });
+        job, size, threads, [&](int64_t begin, int64_t end, Sums *sums) { return add_up(job, layout, begin, end, sums); },
+        [&](int64_t begin, int64_t end) { return !job.dx || differentiate(job, layout, begin, end); });
 }
 
 // Whole channels to a thread where there are enough: its second reading of a channel then comes from its cache.
@@ -125,7 +133,10 @@ template <class Job> void run(const Job &job, bool planes, int64_t threads) {
         by_slice(job, Rows(), job.n * job.l, threads < job.n * job.l ? threads : job.n * job.l);
     else if (job.c >= 4 * threads || job.c % threads == 0 || job.n == 1)
         in_parts(job.c, threads < job.c ? threads : job.c,
-            [&](int64_t begin, int64_t end, int64_t) { by_channel(job, begin, end); });
+            [&](int64_t begin, int64_t end, int64_t) {
+                by_channel(job, begin, end);
+                return true;
+            });
     else
         by_slice(job, Planes(), job.n, threads < job.n ? threads : job.n);
 }

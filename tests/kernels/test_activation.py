@@ -125,6 +125,9 @@ def test_what_is_not_a_number_passes_the_rectifier_as_torchs(layout):
         y = call(layer, point, other)
         found.append((y, *torch.autograd.grad(y, [point, other, layer.weight], torch.ones_like(y))))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5, equal_nan=True)
+    x[0, 0, 0, 0] = float("nan")
+    outputs = [call(layer_for(x.shape), x, None) for call in (fused, unfused)]
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_an_output_changed_before_backward_is_an_error():

@@ -249,6 +249,36 @@ def test_short_of_memory_a_call_raises_and_the_interpreter_lives_on():
 
 
 @needs_kernels
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its own memory")
+def test_with_however_little_memory_a_call_on_threads_works_or_raises():
+    program = """
+        import resource
+        import torch
+        from memnorm.kernels import cpu
+        channels, pages = 300_000, resource.getpagesize()
+        x, y = torch.randn(2, channels), torch.empty(2, channels)
+        saved, mean, var = torch.empty(6 * channels + 1), torch.zeros(channels), torch.ones(channels)
+        def call():
+            cpu.module().forward(0, False, 2, 2, channels, 1, x.data_ptr(), 0, 0, 0, False, y.data_ptr(), 1e-5,
+                                 saved.data_ptr(), mean.data_ptr(), var.data_ptr(), 4.0)
+        call()
+        wanted, used = y.clone(), int(open("/proc/self/statm").read().split()[0]) * pages
+        worked = []
+        for extra in range(100):
+            resource.setrlimit(resource.RLIMIT_AS, (used + extra * 2**20, resource.RLIM_INFINITY))
+            try:
+                call()
+                worked.append(True)
+            except MemoryError:
+                worked.append(False)
+        assert torch.equal(y, wanted)
+        print(worked[0], worked[-1])
+    """
+    assert run(program)[0] == "False True"
+
+
+@needs_kernels
 def test_wrong_arguments_are_an_error():
     with pytest.raises(TypeError, match="expected 15 arguments, got 1"):
         cpu.module().backward(0)

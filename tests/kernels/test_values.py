@@ -137,6 +137,17 @@ def test_without_a_gradient_for_the_input_the_parameters_get_theirs():
     torch.testing.assert_close(layer.bias.grad, wanted["bias"], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_results_are_the_nearest_to_those_of_float32(dtype):
+    """All but some that lie between two narrow numbers: a sum in another order may send these to the other one."""
+    shape = (8, 5, 20, 20)
+    for layout in ("contiguous", "channels last"):
+        x, gradient = batches(shape, dtype, layout, 2)
+        narrow, wide = step(layer_for(shape), x, gradient), step(layer_for(shape), x.float(), gradient.float())
+        for name in ("x", "y"):
+            assert (narrow[name] != wide[name].to(dtype)).double().mean() < 0.01, name
+
+
 def test_bfloat16_parameters_get_bfloat16_gradients():
     shape = (4, 3, 5, 6)
     layer, wide = layer_for(shape).bfloat16(), layer_for(shape).bfloat16().float()
