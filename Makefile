@@ -31,9 +31,9 @@ format: .venv/dependencies
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[lab,dev]'
 	touch $@
 
-# What the slow tests run against besides: trainers and the examples' data. Heavy, so `make test` does without.
+# What the slow tests run against besides: trainers, the examples' data, export, Ray. Heavy, so `make test` does without.
 .venv/full: .venv/dependencies
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs,examples]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[deployment,docs,examples,ray]'
 	touch $@
 
 .venv/docs: .venv/dependencies

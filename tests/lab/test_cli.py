@@ -80,7 +80,7 @@ FLAGS = {
     "report": "json out runs",
     "data": "data-root json",
     "info": "data-root json",
-    "reproduce": f"{PLACES} {COMPUTED} dry-run jobs list only out scale seeds",
+    "reproduce": f"{PLACES} {COMPUTED} dry-run jobs launcher list only out scale seeds",
     "train": f"{PLACES} {COMPUTED} {SHARED} batch-size every fraction holdout iterations norm norm-options scheme seed",
     "compare": f"{PLACES} {COMPUTED} {SHARED} batch-sizes epochs jobs norms out rates seeds tune",
 }
