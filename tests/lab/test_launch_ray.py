@@ -128,7 +128,7 @@ def test_a_process_that_is_killed_costs_its_run_only_and_the_same_command_goes_o
 def test_an_interrupt_saves_every_run_and_the_same_command_goes_on(store):
     specs = [*SLOW, *GOOD]
     with pytest.raises(Interrupted, match="what was saved is kept"):
-        on_ray(specs, store, listener=GridEar({"evaluated": "interrupt"}))
+        on_ray(specs, store, listener=GridEar({"stepped": "interrupt"}))
     saved = [spec for spec in specs if list(store.run(spec).path.glob("checkpoint-*.pt"))]
     assert SLOW[0] in saved or SLOW[1] in saved
     assert all(store.run(spec).result() is None for spec in specs)
