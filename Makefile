@@ -36,9 +36,9 @@ format: .venv/dependencies
 	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[lab,dev]'
 	touch $@
 
-# What the slow tests run against besides: trainers and the examples' data. Heavy, so `make test` does without.
+# What the slow tests run against besides: trainers, the examples' data, export, Ray. Heavy, so `make test` does without.
 .venv/full: .venv/dependencies
-	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs,examples]'
+	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[deployment,docs,examples,ray]'
 	touch $@
 
 .venv/docs: .venv/dependencies

@@ -1,7 +1,7 @@
-"""Many runs: in this process, or in N processes with one thread each. What is done is skipped, what was begun goes on,
-and a run that fails does not stop the others.
+"""Many runs: in this process, in N processes with one thread each, or on a Ray cluster. What is done is skipped, what
+was begun goes on, and a run that fails does not stop the others.
 
-The workers live through many runs, so that torch is loaded once. A worker that dies is replaced, and its run reported.
+Processes live through many runs, so that torch is loaded once. One that dies is replaced, and its run reported.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from memnorm.errors import MemnormError
 from memnorm.lab.errors import DataMissing, Interrupted, LabError, RunHeld, UsageError
@@ -34,18 +34,23 @@ def run_all(
     execution: Execution,
     data_root: Path | None = None,
     jobs: int = 0,
+    launcher: str = "processes",
     listener: GridListener | None = None,
 ) -> list[Outcome]:
-    """Run each of `specs` that is not done yet; `jobs` processes, or 0 for this one. In the order given."""
+    """Run each of `specs` that is not done yet; `jobs` processes, or 0 for this one. In the order given.
+
+    With `launcher="ray"` the runs go to a Ray cluster, at most `jobs` at a time, or 0 for as many as it has room for.
+    """
     if jobs < 0:
         raise UsageError(f"--jobs must not be negative; got {jobs}")
     listener = listener or GridListener()
     unique = list({spec.digest: spec for spec in specs}.values())
-    work = _Work(store.root, execution, data_root)
-    if jobs:
+    work = Work(store.root, execution, data_root)
+    if launcher == "ray" or jobs:
         work = replace(work, execution=replace(execution, threads=1))
+        crew = _on_ray(work, jobs) if launcher == "ray" else _Processes(work, min(jobs, len(unique)))
         with terminations_interrupt():
-            outcomes = _in_processes(unique, work, min(jobs, len(unique)), listener)
+            outcomes = _oversee(unique, crew, listener)
     else:
         outcomes = _here(unique, work, listener)
     by_digest = {outcome.spec.digest: outcome for outcome in outcomes}
@@ -53,7 +58,7 @@ def run_all(
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """What all runs of a grid share."""
 
     root: Path
@@ -80,8 +85,17 @@ class _Work:
             listener.message(traceback.format_exc())
             return Outcome(spec, "failed", f"{type(error).__name__}: {error}")
 
+    def attempt(self, spec: RunSpec, listener: Listener, wait: bool) -> tuple[str, Any]:
+        """`do`, with everything that can come of it as one of a crew's messages."""
+        try:
+            return "ended", self.do(spec, listener, wait)
+        except RunHeld as error:
+            return "held", (spec, str(error))
+        except LabError as error:
+            return "stop", error
 
-def _here(specs: Sequence[RunSpec], work: _Work, listener: GridListener) -> list[Outcome]:
+
+def _here(specs: Sequence[RunSpec], work: Work, listener: GridListener) -> list[Outcome]:
     outcomes = []
     waiting = deque((spec, False) for spec in specs)
     while waiting:
@@ -97,22 +111,37 @@ def _here(specs: Sequence[RunSpec], work: _Work, listener: GridListener) -> list
     return outcomes
 
 
-def _in_processes(specs: Sequence[RunSpec], work: _Work, jobs: int, listener: GridListener) -> list[Outcome]:
+class Crew(Protocol):
+    """Those who run, side by side."""
+
+    def has_room(self) -> bool: ...
+
+    def is_busy(self) -> bool: ...
+
+    def begin(self, spec: RunSpec, wait_for_holder: bool) -> None: ...
+
+    def heard(self) -> Iterator[tuple[str, Any]]:
+        """Wait until a run says something or ends: ("ended", outcome), ("held", (spec, why)), ("stop", error), or what
+        a listener is to hear, with its arguments.
+        """
+        ...
+
+    def save_and_stop(self) -> None: ...
+
+    def dismiss(self) -> None:
+        """Wait for what is being done, and let everybody go."""
+        ...
+
+
+def _oversee(specs: Sequence[RunSpec], crew: Crew, listener: GridListener) -> list[Outcome]:
     waiting = deque((spec, False) for spec in specs)
     outcomes: list[Outcome] = []
-    workers = [_Worker(work) for _ in range(jobs)]
     stop: BaseException | None = None
     try:
-        while waiting or any(worker.spec for worker in workers):
-            for worker in workers:
-                if waiting and worker.spec is None and stop is None:
-                    worker.begin(*waiting.popleft())
-            busy = {worker.pipe: worker for worker in workers if worker.spec}
-            if not busy:
-                break
-            for pipe in wait(list(busy)):
-                worker = busy[pipe]  # type: ignore[index]
-                kind, payload = worker.receive()
+        while crew.is_busy() or (waiting and stop is None):
+            while waiting and stop is None and crew.has_room():
+                crew.begin(*waiting.popleft())
+            for kind, payload in crew.heard():
                 if kind == "ended":
                     outcomes.append(payload)
                     listener.ended(payload)
@@ -124,23 +153,56 @@ def _in_processes(specs: Sequence[RunSpec], work: _Work, jobs: int, listener: Gr
                 else:
                     getattr(listener, kind)(*payload)
     except BaseException as error:  # of the listener, too: nobody would see how the runs go on
-        for worker in workers:
-            worker.save_and_stop()
+        crew.save_and_stop()
         if not isinstance(error, KeyboardInterrupt):
             raise
         stop = Interrupted("stopped; what was saved is kept, and the same command goes on from there")
     finally:
-        for worker in workers:
-            worker.dismiss()
+        crew.dismiss()
     if stop is not None:
         raise stop
     return outcomes
 
 
+def _on_ray(work: Work, jobs: int) -> Crew:
+    from memnorm.lab.launch_ray import Cluster  # here, because ray is there on demand only
+
+    return Cluster(work, jobs)
+
+
+class _Processes:
+    """A crew of processes on this machine."""
+
+    def __init__(self, work: Work, jobs: int) -> None:
+        self.workers = [_Worker(work) for _ in range(jobs)]
+
+    def has_room(self) -> bool:
+        return any(worker.spec is None for worker in self.workers)
+
+    def is_busy(self) -> bool:
+        return any(worker.spec for worker in self.workers)
+
+    def begin(self, spec: RunSpec, wait_for_holder: bool) -> None:
+        next(worker for worker in self.workers if worker.spec is None).begin(spec, wait_for_holder)
+
+    def heard(self) -> Iterator[tuple[str, Any]]:
+        busy = {worker.pipe: worker for worker in self.workers if worker.spec}
+        for pipe in wait(list(busy)):
+            yield busy[pipe].receive()  # type: ignore[index]
+
+    def save_and_stop(self) -> None:
+        for worker in self.workers:
+            worker.save_and_stop()
+
+    def dismiss(self) -> None:
+        for worker in self.workers:
+            worker.dismiss()
+
+
 class _Worker:
     """A process that runs what it is given, one after the other."""
 
-    def __init__(self, work: _Work) -> None:
+    def __init__(self, work: Work) -> None:
         self.work = work
         self.spec: RunSpec | None = None
         self._start()
@@ -196,7 +258,7 @@ class _Worker:
             self.spec = None
 
 
-def _serve(pipe: Connection, work: _Work) -> None:
+def _serve(pipe: Connection, work: Work) -> None:
     """The worker's side. Ctrl-C reaches it through the terminal as well, and `run` saves on it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # between runs; `run` has its own handler
 
@@ -211,12 +273,7 @@ def _serve(pipe: Connection, work: _Work) -> None:
         if order is None:
             return
         spec, wait_for_holder = order
-        try:
-            answer: tuple[str, Any] = ("ended", work.do(spec, Relay(spec, send), wait_for_holder))
-        except RunHeld as error:
-            answer = ("held", (spec, str(error)))
-        except LabError as error:
-            answer = ("stop", error)
+        answer = work.attempt(spec, Relay(spec, send), wait_for_holder)
         try:
             pipe.send(answer)
         except OSError:

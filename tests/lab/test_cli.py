@@ -82,7 +82,7 @@ FLAGS = {
     "data": "data-root json",
     "info": "data-root json",
     "bench": "busy json models out scale threads",
-    "reproduce": f"{PLACES} {COMPUTED} dry-run jobs list only out scale seeds",
+    "reproduce": f"{PLACES} {COMPUTED} dry-run jobs launcher list only out scale seeds",
     "train": f"""{PLACES} {COMPUTED} {SHARED} batch-size every fraction holdout iterations norm norm-options
     processes scheme seed""",
     "compare": f"{PLACES} {COMPUTED} {SHARED} batch-sizes epochs jobs norms out rates seeds tune",

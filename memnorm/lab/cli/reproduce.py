@@ -27,6 +27,7 @@ examples:
   memnorm reproduce small-batch --scale reduced --list    cells, the paper's numbers, status, estimated time
   memnorm reproduce small-batch --scale reduced --only 8/* --seeds 3 --jobs 2
   memnorm reproduce cifar10 --scale paper --only MBN/ResNet-20 --dry-run
+  memnorm reproduce all --scale reduced --launcher ray    on the Ray cluster at RAY_ADDRESS
 
 Interrupt it at will: the same command skips what is finished and goes on with what is not.
 """
@@ -53,7 +54,7 @@ def main(words: Sequence[str]) -> int:
     specs = unique_specs(runnable, arguments.scale, seeds)
     store = Store(arguments.runs)
     if arguments.list or arguments.dry_run:
-        threads = 1 if arguments.jobs else execution.threads or cores()
+        threads = 1 if arguments.jobs or arguments.launcher == "ray" else execution.threads or cores()
         stderr().print("measuring this machine …", markup=False)
         known = estimate_time.measured(store.runs(), threads, machine())
         seconds = estimate_time.estimate(specs, threads=threads, known=known)
@@ -80,6 +81,10 @@ def flags() -> Any:
     asked.add_argument("--out", type=Path, default=Path("report"), help="folder for the report")
     computed = made.add_argument_group("how it is computed")
     computed.add_argument("--jobs", type=int, default=0, help="runs side by side, one process and thread each; 0: here")
+    launcher = (
+        "ray: on the cluster at RAY_ADDRESS, else a local one; --jobs bounds the runs at a time, 0: its processors do"
+    )
+    computed.add_argument("--launcher", choices=("processes", "ray"), default="processes", help=launcher)
     add_fields(computed, Execution)
     add_places(made.add_argument_group("where things are"))
     return made
@@ -112,6 +117,7 @@ def carry_out(
             execution=execution,
             data_root=arguments.data_root,
             jobs=arguments.jobs,
+            launcher=arguments.launcher,
             listener=listener,
         )
     written = report.write([arguments.runs], arguments.out, registered=registered())
