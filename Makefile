@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2' -o -name '*.cpp' -o -name '*.h') memnorm/py.typed pyproject.toml setup.py README.md LICENSE
 
-.PHONY: test test-full demo docs lint format clean
+.PHONY: test test-full demo docs bench lint format clean
 
 test: .venv/installed lint
 	$(BIN)/pytest -n 2
@@ -17,6 +17,10 @@ demo: .venv/installed
 docs: .venv/docs .venv/installed
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --nitpicky --quiet docs site
 
+bench: .venv/installed
+	$(BIN)/memnorm bench all --out results/bench.json
+	$(BIN)/python tools/docs.py
+
 lint: .venv/dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -26,22 +30,23 @@ format: .venv/dependencies
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Without kernels: these come with the wheel below.
 .venv/dependencies: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[lab,dev]'
+	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[lab,dev]'
 	touch $@
 
 # What the slow tests run against besides: trainers and the examples' data. Heavy, so `make test` does without.
 .venv/full: .venv/dependencies
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs,examples]'
+	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs,examples]'
 	touch $@
 
 .venv/docs: .venv/dependencies
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs]'
+	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs]'
 	touch $@
 
 # The tests run against an installed wheel, not against the source tree.
-.venv/installed: .venv/dependencies $(SOURCES)
+.venv/installed: .venv/dependencies $(wildcard .venv/full .venv/docs) $(SOURCES)
 	rm -rf dist build
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/memnorm-*.whl

@@ -1,5 +1,8 @@
-"""Builds the kernels for the processor. Without a compiler, or without OpenMP, the installation does without them."""
+"""Builds the kernels for the processor. Without a compiler, or without OpenMP, the installation does without them;
+MEMNORM_KERNELS=off leaves them out on purpose.
+"""
 
+import os
 import sys
 
 from setuptools import Extension, setup
@@ -26,10 +29,11 @@ class BuildKernels(build_ext):
         return None
 
 
+KERNELS = Extension(
+    "memnorm.kernels._cpu", SOURCES, depends=HEADERS, language="c++", py_limited_api=True, optional=True
+)
 setup(
-    ext_modules=[
-        Extension("memnorm.kernels._cpu", SOURCES, depends=HEADERS, language="c++", py_limited_api=True, optional=True)
-    ],
+    ext_modules=[] if os.environ.get("MEMNORM_KERNELS", "").lower() == "off" else [KERNELS],
     cmdclass={"build_ext": BuildKernels},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

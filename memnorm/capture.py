@@ -30,9 +30,7 @@ class Batch:
         self.used = False  # whether an optimizer has stepped with it
 
     def part(self, fraction: float, generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs, or a random part of them along the batch dimension."""
-        if fraction == 1:
-            return self.args, self.kwargs
+        """A random part of the inputs along the batch dimension."""
         size = self._batch_size()
         kept = max(min(2, size), round(fraction * size))  # two, for a variance
         chosen = torch.randperm(size, generator=generator)[:kept].sort().values

@@ -115,10 +115,9 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
 
 def _settle(model: nn.Module) -> None:
     """Undo what an earlier conversion did to the model besides replacing its norms."""
-    for name in norms.available():
-        settle = norms.get(name).settle
-        if settle is not None:
-            settle(model)
+    for norm in norms.in_use():
+        if norm.settle is not None:
+            norm.settle(model)
 
 
 def _original(layer: Any, norm: Any) -> Any:

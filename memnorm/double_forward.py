@@ -266,11 +266,11 @@ class DoubleForward:
         model = self._model()
         if model is None:
             return
-        generator = torch.Generator().manual_seed(self.steps)
+        generator = torch.Generator().manual_seed(self.steps) if self.fraction < 1 else None
         for batch in pending:
             batch.layers = [layer for layer in batch.layers if layer.training]
             if batch.layers:
-                args, kwargs = batch.part(self.fraction, generator)
+                args, kwargs = (batch.args, batch.kwargs) if generator is None else batch.part(self.fraction, generator)
                 self._replay(model, batch, args, kwargs)
 
     def _replay(self, model: nn.Module, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -308,10 +308,10 @@ class DoubleForward:
     def _check_sight(self) -> None:
         """Complain about steps of which no forward was seen: nothing would be recorded."""
         model = self._model()
-        if model is not None and not any(recorders(model)):
-            raise NothingToRecord(f"double_forward: {nothing_records(model)}")
         if model is not None:
             check_kept(model, self._names, "double_forward")
+            if not any(recorders(model)):
+                raise NothingToRecord(f"double_forward: {nothing_records(model)}")
         if model is not None and self._forwards == 0 and any(gradient is not None for gradient in self._gradients()):
             raise NothingToRecord(_blind(model, self._recorded_at_start))
         self._blind_steps = self._blind_steps + 1 if self._forwards == self._forwards_at_last_step else 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional as F
 
-from memnorm.kernels import cpu
+from memnorm.kernels import cpu, cuda
 
 
 class Moments(NamedTuple):
@@ -51,6 +51,11 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def as_scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number on the device. Not `as_tensor`, which copies it there and waits."""
+    return value.to(device, dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
+
+
 def snapshot(tensor: Tensor) -> Tensor:
     """A copy that holds although `tensor` is overwritten before backward.
 
@@ -67,11 +72,14 @@ def merge(memory: Moments, batch: Moments, *, shift: bool = True) -> Moments:
     against.
     """
     total = batch.weight + memory.weight
-    share = torch.as_tensor(batch.weight / total, dtype=batch.mean.dtype, device=batch.mean.device)
+    # Not other = 1 − share, which has few digits where the memory is light.
+    share, other = (
+        as_scalar(weight / total, batch.mean.dtype, batch.mean.device) for weight in (batch.weight, memory.weight)
+    )
     mean = torch.lerp(memory.mean, batch.mean, share)
     var = torch.lerp(memory.var, batch.var, share)
     if shift:
-        var = var + share * (1 - share) * (batch.mean - memory.mean).square()
+        var = var + share * other * (batch.mean - memory.mean).square()
     return Moments(mean, var, total)
 
 
@@ -121,10 +129,10 @@ def normalize_with_memory(
     if shift and reads_at_once(x, memory.mean):
         return _on_kernels(x, weight, bias, memory, eps)
     dtype = statistics_dtype(x.dtype)
-    memory_weight = torch.as_tensor(memory.weight, device=x.device)
-    memory = Moments(memory.mean.to(dtype), memory.var.to(dtype), memory_weight.to(dtype).detach())
+    memory_weight = as_scalar(memory.weight, dtype, x.device).detach()
+    memory = Moments(memory.mean.to(dtype), memory.var.to(dtype), memory_weight)
     if shift and is_plain(x):
-        y, mean, var = _MemorizedBatchNorm.apply(x, weight, bias, *memory, eps)
+        y, mean, var = _MemorizedBatchNorm.apply(x, weight, bias, memory, eps)  # type: ignore[attr-defined]
         return y, Moments(mean, var, count_per_channel(x))
     batch = batch_moments(x)
     y = _affine(x, weight, bias, merge(memory, batch, shift=shift), eps)
@@ -133,7 +141,11 @@ def normalize_with_memory(
 
 def reads_at_once(x: Tensor, memory_mean: Tensor) -> bool:
     """Whether the kernels normalise `x`: they copy what they read of the memory, which may then change."""
-    return cpu.takes(x, memory_mean.dtype) and cpu.readable(memory_mean, memory_mean.dtype)
+    return (
+        cpu.takes(x, memory_mean.dtype)
+        and cpu.readable(memory_mean, memory_mean.dtype)
+        and memory_mean.shape == x.shape[1:2]
+    )
 
 
 def _on_kernels(
@@ -167,7 +179,7 @@ def on_kernels(
         call = (rectify, eps, memory, recording, found)
         y: Tensor = _Kernels.apply(x, weight, bias, residual, call)  # type: ignore[attr-defined]
         return y
-    y, saved = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
+    y, saved, *_ = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
     if found is not None:
         found.append(saved)
     return y
@@ -183,9 +195,10 @@ class _Kernels(_SingleLevelFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, call):
         rectify, eps, memory, recording, found = call
-        y, saved = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
+        y, saved, *reading = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
         ctx.save_for_backward(x, weight, saved, y if rectify else None)
-        ctx.eps = eps
+        wants_residual = residual is not None and residual.requires_grad
+        ctx.call = eps, bias is not None, (x.requires_grad, wants_residual, *reading)
         if found is not None:
             found.append(saved)
         return y
@@ -193,28 +206,22 @@ class _Kernels(_SingleLevelFunction):
     @staticmethod
     def backward(ctx, grad_y):
         x, weight, saved, y = ctx.saved_tensors
-        wants = ctx.needs_input_grad
-        if torch.is_grad_enabled() or type(grad_y) is not Tensor or not cpu.unobserved():
+        eps, has_bias, reading = ctx.call
+        if torch.is_grad_enabled() or not cpu.unobserved() or not cpu.is_gradient(grad_y):
             # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
             memory = cpu.Saved.of(saved)
             hat = merge(Moments(memory.memory_mean, memory.memory_var, memory.memory_weight), batch_moments(x))
             grad_y = grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y)
-            gradients = (*_backward_formula(grad_y, x, weight, hat, ctx.eps, None), grad_y)
+            grad_x, grad_weight, grad_bias = _backward_formula(grad_y, x, weight, hat, eps, None)
+            grad_residual = grad_y if reading[1] else None
         else:
-            gradients = cpu.backward(grad_y, y, x, weight, saved, wants[0], wants[3])
-        return *[gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=False)], None
+            grad_x, grad_weight, grad_bias, grad_residual = cpu.backward(grad_y, y, x, weight, saved, *reading)
+        return grad_x, None if weight is None else grad_weight, grad_bias if has_bias else None, grad_residual, None
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether autograd alone is looking: a compiler, a functorch transform or forward-mode AD each needs operations it
-    can see through.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-        or type(x) not in (Tensor, torch.nn.Parameter)
-    )
+    """Whether autograd alone is looking, at a tensor of torch's own class."""
+    return type(x) in (Tensor, torch.nn.Parameter) and cpu.unobserved()
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, hat: Moments, eps: float) -> Tensor:
@@ -232,45 +239,52 @@ def _per_channel(vector_C: Tensor, x: Tensor) -> Tensor:
     return vector_C.view(1, -1, *[1] * (x.dim() - 2))
 
 
-class _MemorizedBatchNorm(torch.autograd.Function):
+class _MemorizedBatchNorm(_SingleLevelFunction):
     """The whole layer as one node that saves its input and vectors of C numbers, from the pieces of torch's own batch
-    norm.
+    norms. For plain tensors only, as `_Kernels` is.
     """
 
     @staticmethod
-    def forward(x, weight, bias, memory_mean, memory_var, memory_weight, eps):
-        batch = batch_moments(x)
-        hat = merge(Moments(memory_mean, memory_var, memory_weight), batch)
-        dtype = batch.mean.dtype
-        y = F.batch_norm(x, hat.mean, hat.var, _to(weight, dtype), _to(bias, dtype), False, 0.0, eps)
+    def forward(ctx, x, weight, bias, memory, eps):
+        on_cuda = cuda.takes(x)
+        batch = Moments(*cuda.moments(x), count_per_channel(x)) if on_cuda else batch_moments(x)
+        hat = merge(memory, batch)
+        if on_cuda:
+            y = cuda.transform(x, weight, bias, hat.mean, torch.rsqrt(hat.var + eps))
+        else:
+            dtype = hat.mean.dtype
+            y = F.batch_norm(x, hat.mean, hat.var, _to(weight, dtype), _to(bias, dtype), False, 0.0, eps)
+        ctx.mark_non_differentiable(batch.mean, batch.var)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, *memory, *hat)
+        ctx.eps = eps
         return y, batch.mean, batch.var
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, weight, bias, memory_mean, memory_var, memory_weight, eps = inputs
-        _, mean, var = output
-        ctx.mark_non_differentiable(mean, var)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, memory_mean, memory_var, memory_weight, mean, var)
-        ctx.eps, ctx.bias_dtype = eps, None if bias is None else bias.dtype
-
-    @staticmethod
     def backward(ctx, grad_y, _grad_mean, _grad_var):
-        nothing = (None,) * 7
         if grad_y is None:
-            return nothing
-        x, weight, memory_mean, memory_var, memory_weight, mean, var = ctx.saved_tensors
-        memory = Moments(memory_mean, memory_var, memory_weight)
-        # Under create_graph the moments must be functions of x again: saved numbers would lose the second derivative.
-        batch = batch_moments(x) if torch.is_grad_enabled() else Moments(mean, var, count_per_channel(x))
-        fast = not torch.is_grad_enabled() and x.dtype == mean.dtype
-        backward = _backward_fast if fast else _backward_formula
-        grad_x, grad_weight, grad_bias = backward(
-            grad_y, x, weight, merge(memory, batch), ctx.eps, ctx.needs_input_grad
-        )
-        grad_weight = _to(grad_weight, weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
-        grad_bias = _to(grad_bias, ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return grad_x if ctx.needs_input_grad[0] else None, grad_weight, grad_bias, *nothing[3:]
+            return (None,) * 5
+        x, weight, *vectors = ctx.saved_tensors
+        memory, hat = Moments(*vectors[:3]), Moments(*vectors[3:])
+        wants = ctx.needs_input_grad
+        if torch.is_grad_enabled() or not is_plain(grad_y):
+            # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
+            backward, hat = _backward_formula, merge(memory, batch_moments(x))
+        elif cuda.takes(x):
+            backward = _backward_on_cuda
+        else:
+            backward = _backward_fast if x.dtype == hat.mean.dtype else _backward_formula
+        gradients = backward(grad_y, x, weight, hat, ctx.eps, wants)
+        return *[gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=False)], None, None
+
+
+def _backward_on_cuda(grad_y, x, weight, hat, eps, needs):
+    inv, grad_y = torch.rsqrt(hat.var + eps), cuda.arranged(grad_y, x)
+    sum_g, sum_gx = cuda.reduce(grad_y, x, hat.mean, inv)
+    grad_x = None
+    if needs[0]:
+        grad_x = cuda.elementwise(grad_y, x, hat.mean, inv, weight, sum_g / hat.weight, sum_gx / hat.weight)
+    return grad_x, sum_gx * inv, sum_g
 
 
 def _backward_fast(grad_y, x, weight, hat, eps, needs):

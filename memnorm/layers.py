@@ -154,23 +154,21 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         """The normalised input; with `activation="relu"`, relu(norm(input) + residual), which on the processor costs no
         further pass over the data.
         """
-        if isinstance(input, fx.Proxy):  # a leaf for torch.fx, as torch's own layers are
-            extra = {"activation": activation, "residual": residual} if activation or residual is not None else {}
-            return input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), extra)
+        if isinstance(input, fx.Proxy):  # a leaf for torch.fx, called as torch's own layers are: one can take its place
+            output = input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
+            return _completed(output, activation, residual)
         return self._forward(input, activation, residual)
 
     def _forward(self, input: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
-        self._check_input(input)
         if activation not in (None, "relu"):
             raise OptionError(f"{self._name}: activation must be 'relu' or None; got {activation!r}")
         if self.training:
             output = self._forward_on_kernels(input, activation is not None, residual)
             if output is not None:
                 return output
+        self._check_input(input)
         output = self._forward_in_torch(input) if self.training else self._plain_forward(input)
-        if residual is not None:
-            output = output + residual
-        return output if activation is None else F.relu(output, inplace=True)
+        return _completed(output, activation, residual)
 
     def _forward_on_kernels(self, x: Tensor, rectify: bool, residual: Tensor | None) -> Tensor | None:
         """A training forward in one call; None if something asks for more than that."""
@@ -179,7 +177,8 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
             self.track_running_stats
             and mean is not None
             and cpu.takes(x, mean.dtype)
-            and x.numel() > self.num_features
+            and x.dim() in self.ranks
+            and x.shape[1] == self.num_features < x.numel()
             and (residual is None or (rectify and cpu.are_alike(x, residual)))
             and self._shift_between_means
             and self.sync is False
@@ -371,6 +370,12 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         widen(self)
 
 
+def _completed(output: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
+    if residual is not None:
+        output = output + residual
+    return output if activation is None else F.relu(output, inplace=True)
+
+
 def _check_options(memory_size: int | None, decay: float, strength: float, prior_weight: float) -> None:
     if memory_size is not None and (not is_whole(memory_size) or memory_size < 1):
         raise OptionError(
@@ -393,18 +398,18 @@ class MemorizedBatchNorm1d(MemorizedBatchNorm, nn.BatchNorm1d):
     """Memorized batch norm over (N, C) or (N, C, L)."""
 
     plain_class = nn.BatchNorm1d
-    ranks = (2, 3)
+    ranks: tuple[int, ...] = (2, 3)
 
 
 class MemorizedBatchNorm2d(MemorizedBatchNorm, nn.BatchNorm2d):
     """Memorized batch norm over (N, C, H, W)."""
 
     plain_class = nn.BatchNorm2d
-    ranks = (4,)
+    ranks: tuple[int, ...] = (4,)
 
 
 class MemorizedBatchNorm3d(MemorizedBatchNorm, nn.BatchNorm3d):
     """Memorized batch norm over (N, C, D, H, W)."""
 
     plain_class = nn.BatchNorm3d
-    ranks = (5,)
+    ranks: tuple[int, ...] = (5,)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memnorm.functional import Moments, merge, pool, snapshot
+from memnorm.functional import Moments, as_scalar, merge, pool, snapshot
 from memnorm.kernels import cpu
 from memnorm.state import POOLED, STATISTICS
 
@@ -63,7 +63,7 @@ class Remembering:
 
     def _stands_in(self) -> Tensor:
         trained: Tensor = (self.running_mean != 0).any() | (self.running_var != 1).any()
-        return trained | (self.prior_from_init and self.momentum is not None)
+        return torch.ones_like(trained) if self.prior_from_init and self.momentum is not None else trained
 
     def _record(self, batch: Moments) -> None:
         """Make `batch` the newest remembered one and pool the memory again. Every buffer changes in place; a batch that
@@ -119,7 +119,7 @@ class Remembering:
         if not self.memory_size:
             return ()
         stood_in = (self.running_weight == 0) & (weight > 0)
-        newest = (batch.mean, batch.var, torch.as_tensor(batch.weight, device=weight.device, dtype=weight.dtype))
+        newest = (batch.mean, batch.var, as_scalar(batch.weight, weight.dtype, weight.device))
         prior = (self.running_mean, self.running_var, weight)
         slots = (self.memory_mean, self.memory_var, self.memory_count)
         second = (torch.where(stood_in, value, slot[0]) for value, slot in zip(prior, slots, strict=True))

@@ -8,3 +8,8 @@ torch.set_num_threads(1)  # tiny tensors, and one process per core
 def _seeded():
     """Tests draw from local generators; what a model under test draws by itself is at least the same every time."""
     torch.manual_seed(0)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")

@@ -100,6 +100,7 @@ def test_imports_go_one_way():
         "text",
         "kernels",
         "kernels.cpu",
+        "kernels.cuda",
         "functional",
         "collective",
         "reference",

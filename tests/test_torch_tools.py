@@ -1,4 +1,4 @@
-"""Torch's own tools on memorized layers: averaging, fusion, tracing, torch.func, autocast."""
+"""Torch's own tools on memorized layers: averaging, fusion, tracing, torch.func."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from converting import BatchNormAct2d
 from support import assert_same_state, images, labels, leaf, randn, randomize, small_net
-from tooling import Layer, double
+from tooling import Layer, compute_on, double, resnet
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -203,9 +203,17 @@ def split(net: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return parameters, {name: value.clone() for name, value in net.named_buffers()}
 
 
+def chain() -> nn.Module:
+    return memnorm.convert(small_net(dtype=double), memory_size=3)
+
+
+networks = pytest.mark.parametrize("build", [chain, resnet])
+
+
+@networks
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_func_grad_with_state_passed_in_gives_autograds_gradients(training):
-    net = memnorm.convert(small_net(dtype=double))
+def test_func_grad_with_state_passed_in_gives_autograds_gradients(build, training):
+    net = build()
     train_a_little(net)
     net.train(training)
     x = images(4, seed=0, dtype=double)
@@ -214,22 +222,22 @@ def test_func_grad_with_state_passed_in_gives_autograds_gradients(training):
     torch.testing.assert_close(gradients, {n: p.grad for n, p in net.named_parameters()}, rtol=0, atol=1e-10)
 
 
-def test_func_grad_records_into_the_buffers_passed_in():
-    net = memnorm.convert(small_net(dtype=double))
-    train_a_little(net)
-    x = images(4, seed=0, dtype=double)
-    parameters, buffers = split(net)
-    torch.func.grad(functional(net, x))(parameters, buffers)
-    net(x)
-    torch.testing.assert_close(buffers, dict(net.named_buffers()), rtol=0, atol=1e-12)
-
-
-def test_func_grad_leaves_the_modules_own_buffers_alone():
-    net = memnorm.convert(small_net(dtype=double))
-    train_a_little(net)
+@networks
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda loss: loss], ids=["grad", "none"])
+@pytest.mark.parametrize("which", ["kernels", "torch"])
+def test_a_functional_call_records_into_the_buffers_passed_in_and_no_others(build, transform, which, monkeypatch):
+    compute_on(which, monkeypatch)
+    net = build()
     before = copy.deepcopy(net)
-    torch.func.grad(functional(net, images(4, seed=0, dtype=double)))(*split(net))
+    parameters, buffers = split(net)
+    given = dict(buffers)
+    for seed in range(4):
+        transform(functional(net, images(4, seed=seed, dtype=double)))(parameters, buffers)
     assert_same_state(net, before)
+    assert all(buffers[name] is given[name] for name in given)
+    for seed in range(4):
+        net(images(4, seed=seed, dtype=double))
+    torch.testing.assert_close(buffers, dict(net.named_buffers()), rtol=0, atol=1e-12)
 
 
 def test_vmap_over_eval_is_a_loop_over_eval():
@@ -291,45 +299,6 @@ def test_forward_mode_leaves_no_tangent_in_the_buffers():
         layer(forward_ad.make_dual(x, torch.ones_like(x)))
         tangents = [name for name, b in layer.named_buffers() if forward_ad.unpack_dual(b).tangent is not None]
     assert tangents == []
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_under_autocast_the_output_has_the_inputs_dtype(dtype, training):
-    layer = Layer(3).train(training)
-    x = leaf((4, 3, 4, 4), seed=0, dtype=dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(x).dtype == dtype
-
-
-def test_under_autocast_the_statistics_are_float32():
-    net = memnorm.convert(small_net())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        train_a_little(net)
-    names = ("running_mean", "running_var", "running_weight", "memory_mean", "memory_var", "memory_count")
-    assert {layer.get_buffer(name).dtype for layer in norms(net) for name in names} == {torch.float32}
-
-
-def test_under_autocast_the_statistics_are_those_of_the_narrow_input_in_float32():
-    layer, wide = Layer(3), Layer(3)
-    for seed in range(3):
-        x = leaf((4, 3, 4, 4), seed=seed, dtype=torch.bfloat16).detach()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            layer(x)
-        wide(x.float())
-    assert_same_state(layer, wide, atol=1e-6)
-
-
-def test_under_autocast_gradients_are_those_of_float32_to_the_precision_of_bfloat16():
-    layer, wide = Layer(3), Layer(3)
-    x = leaf((4, 3, 4, 4), seed=0, dtype=torch.bfloat16)
-    probe = randn(4, 3, 4, 4, seed=1, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        (layer(x) * probe).sum().backward()
-    expected = x.detach().float().requires_grad_()
-    (wide(expected) * probe).sum().backward()
-    torch.testing.assert_close(x.grad.float(), expected.grad, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(layer.weight.grad, wide.weight.grad, rtol=0.02, atol=0.2)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, BatchNormAct2d], ids=["plain", "with activation"])

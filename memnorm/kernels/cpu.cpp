@@ -6,9 +6,9 @@
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include <atomic>
+#include <exception>
+#include <new>
 
 #include "planes.h"
 #include "record.h"
@@ -64,12 +64,18 @@ TYPES(float, float)
 TYPES(double, double)
 TYPES(bfloat16, float)
 
-// Call work(begin, end, part) for equal parts of [0, size), one per thread.
+// Call work(begin, end, part) for equal parts of [0, size), one per thread. An exception must not leave a thread.
 template <class Work> void in_parts(int64_t size, int64_t threads, Work work) {
 #ifdef _OPENMP
     if (threads > 1) {
+        std::atomic<bool> failed{false};
 #pragma omp parallel for num_threads(int(threads)) schedule(static, 1)
-        for (int64_t part = 0; part < threads; part++) work(size * part / threads, size * (part + 1) / threads, part);
+        for (int64_t part = 0; part < threads; part++) try {
+                work(size * part / threads, size * (part + 1) / threads, part);
+            } catch (const std::exception &) {
+                failed = true;
+            }
+        if (failed) throw std::bad_alloc();
         return;
     }
 #endif
@@ -114,7 +120,7 @@ void by_slice(const Backward<T, S> &job, Layout layout, int64_t size, int64_t th
 // Whole channels to a thread where there are enough: its second reading of a channel then comes from its cache.
 template <class Job> void run(const Job &job, bool planes, int64_t threads) {
     constexpr int64_t ALONE = 65536;  // values that one thread is done with before a second one has begun
-    if (job.n * job.c * job.l < ALONE) threads = 1;
+    if (threads < 1 || job.n * job.c * job.l < ALONE) threads = 1;
     if (!planes)
         by_slice(job, Rows(), job.n * job.l, threads < job.n * job.l ? threads : job.n * job.l);
     else if (job.c >= 4 * threads || job.c % threads == 0 || job.n == 1)
@@ -131,6 +137,15 @@ struct Arguments {
     int64_t integer() { return PyLong_AsLongLong(*next++); }
     double number() { return PyFloat_AsDouble(*next++); }
     template <class P> P *address() { return static_cast<P *>(PyLong_AsVoidPtr(*next++)); }
+};
+
+// Without the lock of the interpreter until the scope is left, be it by an exception.
+struct Unlocked {
+    PyThreadState *state = PyEval_SaveThread();
+
+    Unlocked() = default;
+    Unlocked(const Unlocked &) = delete;
+    ~Unlocked() { PyEval_RestoreThread(state); }
 };
 
 template <class T, class S> void read_layer(Layer<T, S> &job, Arguments &in) {
@@ -169,8 +184,9 @@ template <class T, class S> bool forward(Arguments in, bool planes, int64_t thre
     job.memory_var = in.address<S>();
     double memory_weight = in.number();
     if (PyErr_Occurred()) return false;
-    Py_BEGIN_ALLOW_THREADS run_forward(job, memory_weight, planes, threads);
-    Py_END_ALLOW_THREADS return true;
+    Unlocked unlocked;
+    run_forward(job, memory_weight, planes, threads);
+    return true;
 }
 
 template <class S> void read_memory(Memory<S> &memory, Arguments &in) {
@@ -197,12 +213,13 @@ template <class T, class S> bool train(Arguments in, bool planes, int64_t thread
     read_memory(memory, in);
     bool recording = in.integer() != 0;
     if (PyErr_Occurred()) return false;
-    Py_BEGIN_ALLOW_THREADS memory.c = job.c;
+    Unlocked unlocked;
+    memory.c = job.c;
     job.memory_mean = memory.running_mean;
     job.memory_var = memory.running_var;
     run_forward(job, memory.evenly ? 0 : *strength * memory.weight(job.count()), planes, threads);
     if (recording) record(memory, job.batch_mean, job.batch_var, job.count());
-    Py_END_ALLOW_THREADS return true;
+    return true;
 }
 
 template <class T, class S> bool backward(Arguments in, bool planes, int64_t threads) {
@@ -216,7 +233,8 @@ template <class T, class S> bool backward(Arguments in, bool planes, int64_t thr
     job.grad_weight = in.address<S>();
     job.grad_bias = in.address<S>();
     if (PyErr_Occurred()) return false;
-    Py_BEGIN_ALLOW_THREADS job.hat_mean = saved + 2 * job.c;
+    Unlocked unlocked;
+    job.hat_mean = saved + 2 * job.c;
     job.hat_inv = saved + 3 * job.c;
     job.memory_weight = saved[6 * job.c];
     std::vector<S> line(std::size_t(3 * job.c));
@@ -224,7 +242,7 @@ template <class T, class S> bool backward(Arguments in, bool planes, int64_t thr
     job.slope = job.scale + job.c;
     job.offset = job.slope + job.c;
     run(job, planes, threads);
-    Py_END_ALLOW_THREADS return true;
+    return true;
 }
 
 template <class S> bool record(Arguments in) {
@@ -245,8 +263,13 @@ bool arity(Py_ssize_t given, Py_ssize_t wanted) {
     return given == wanted;
 }
 
-PyObject *none_if(bool done) {
-    if (!done) return nullptr;
+// None, or null with Python's error set.
+template <class Call> PyObject *none_if(Call call) {
+    try {
+        if (!call()) return nullptr;
+    } catch (const std::exception &) {  // only allocations throw
+        return PyErr_NoMemory();
+    }
     Py_INCREF(Py_None);
     return Py_None;
 }
@@ -256,9 +279,11 @@ PyObject *none_if(bool done) {
         if (!arity(given, wanted)) return nullptr;                                                                  \
         Arguments in{args};                                                                                         \
         int64_t kind = in.integer(), planes = in.integer(), threads = in.integer();                                 \
-        if (kind == FLOAT32) return none_if(function<float, float>(in, planes, threads));                           \
-        if (kind == FLOAT64) return none_if(function<double, double>(in, planes, threads));                         \
-        return none_if(function<bfloat16, float>(in, planes, threads));                                             \
+        return none_if([=] {                                                                                        \
+            if (kind == FLOAT32) return function<float, float>(in, planes, threads);                                \
+            if (kind == FLOAT64) return function<double, double>(in, planes, threads);                              \
+            return function<bfloat16, float>(in, planes, threads);                                                  \
+        });                                                                                                         \
     }
 BY_KIND(forward, 17)
 BY_KIND(train, 29)
@@ -267,7 +292,8 @@ BY_KIND(backward, 15)
 PyObject *py_record(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!arity(given, 18)) return nullptr;
     Arguments in{args};
-    return none_if(in.integer() == FLOAT64 ? record<double>(in) : record<float>(in));
+    int64_t kind = in.integer();
+    return none_if([=] { return kind == FLOAT64 ? record<double>(in) : record<float>(in); });
 }
 
 PyCFunction method(PyObject *(*function)(PyObject *, PyObject *const *, Py_ssize_t)) {

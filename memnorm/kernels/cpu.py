@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import _C, Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._prims_common import suggest_memory_format
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-from memnorm.errors import warn
+from memnorm.errors import InputError, warn
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 0}
 _STATISTICS = {dtype: torch.float64 if dtype is torch.float64 else torch.float32 for dtype in _KINDS}
@@ -30,7 +31,7 @@ _CHANNELS_LAST: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last
 @functools.cache
 def module() -> Any:
     """The compiled module, or None where it is switched off or was not built; in that case said once."""
-    if os.environ.get("MEMNORM_KERNELS", "").lower() == "off":
+    if _switched_off():
         return None
     try:
         return importlib.import_module("memnorm.kernels._cpu")
@@ -40,6 +41,17 @@ def module() -> Any:
             "times slower. Install memnorm where a C++ compiler is, or set MEMNORM_KERNELS=off to hide this."
         )
         return None
+
+
+def description() -> str:
+    """What computes memorized layers on the processor."""
+    if module() is not None:
+        return "C++ kernels for the processor"
+    return "torch operations: " + ("MEMNORM_KERNELS=off" if _switched_off() else "not built")
+
+
+def _switched_off() -> bool:
+    return os.environ.get("MEMNORM_KERNELS", "").lower() == "off"
 
 
 def takes(x: Tensor, dtype: torch.dtype) -> bool:
@@ -71,7 +83,20 @@ def unobserved() -> bool:
 
 def are_alike(x: Tensor, other: Tensor) -> bool:
     """Whether `other` may go beside `x`, which the kernels take."""
-    return type(other) in _PLAIN and other.is_cpu and other.dtype is x.dtype and other.shape == x.shape
+    return (
+        type(other) in _PLAIN
+        and other.is_cpu
+        and other.dtype is x.dtype
+        and other.shape == x.shape
+        and other.layout is torch.strided
+    )
+
+
+def is_gradient(grad_y: Tensor) -> bool:
+    """Whether `grad_y` is one dense gradient. Autograd's own vmap (`is_grads_batched`) sends many in one, without an
+    address.
+    """
+    return type(grad_y) is Tensor and not is_legacy_batchedtensor(grad_y) and grad_y.layout is torch.strided
 
 
 def readable(vector: Tensor, dtype: torch.dtype) -> bool:
@@ -88,27 +113,26 @@ def forward(
     eps: float,
     memory: Memory | Reading,
     recording: bool,
-) -> tuple[Tensor, Tensor]:
-    """y = norm(x), or relu(norm(x) + residual) if `rectify`; and what `Saved` reads.
+) -> tuple[Tensor, Tensor, bool, Any, tuple[int, ...]]:
+    """y = norm(x), or relu(norm(x) + residual) if `rectify`; what `Saved` reads; and for `backward` how x was read:
+    itself or a copy, its layout, and its kind and sizes.
 
     Of a layer's `Memory`, the batch then becomes a part if `recording`; a `Reading` is only read.
     """
-    data, memory_format, planes, n, c, length = _arranged(x)
-    dtype = memory.dtype
-    if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
-        weight = weight.to(dtype).contiguous()
-    if bias is not None and (bias.dtype is not dtype or not bias.is_contiguous()):
-        bias = bias.to(dtype).contiguous()
+    data, memory_format, sizes = _arranged(x)
+    dtype, c = memory.dtype, sizes[4]
+    if memory.channels != c:
+        raise InputError(f"the statistics are of {memory.channels} channels, the input has {c}")
+    if weight is not None:
+        weight = _vector(weight, c, dtype)
+    if bias is not None:
+        bias = _vector(bias, c, dtype)
     if residual is not None:
         residual = _like(residual, data, memory_format)
-    y, saved = torch.empty_like(data), torch.empty(6 * c + 1, dtype=dtype)
+    y = torch.empty_like(data)
+    saved = y.new_empty(6 * c + 1, dtype=dtype)  # new_: not on torch's default device
     memory.function(
-        _KINDS[data.dtype],
-        planes,
-        torch.get_num_threads(),
-        n,
-        c,
-        length,
+        *sizes,
         data.data_ptr(),
         0 if weight is None else weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
@@ -121,7 +145,8 @@ def forward(
     )
     if recording:
         increment_version(memory.buffers)
-    return y if data is x or y.dtype is x.dtype else y.to(x.dtype), saved
+    itself = data is x
+    return y if itself else y.to(x.dtype), saved, itself, memory_format, sizes
 
 
 class Saved(NamedTuple):
@@ -148,28 +173,27 @@ def backward(
     saved: Tensor,
     wants_x: bool,
     wants_residual: bool,
+    itself: bool,
+    memory_format: Any,
+    sizes: tuple[int, ...],
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """Gradients with respect to x, weight, bias and residual; weight's and bias's in the statistics' dtype.
 
-    `y` is the output if it was rectified, else None.
+    `y` is the output if it was rectified, else None; the last three are what `forward` said.
     """
-    data, memory_format, planes, n, c, length = _arranged(x)
-    dtype = saved.dtype
+    data = x
+    if not itself:
+        data = _arranged(x)[0]
+        y = None if y is None else _like(y, data, memory_format)
     grad_y = _like(grad_y, data, memory_format)
-    if y is not None:
-        y = _like(y, data, memory_format)
     grad_x = torch.empty_like(data) if wants_x else None
     grad_residual = torch.empty_like(data) if wants_residual else None
-    grad_weight, grad_bias = torch.empty(c, dtype=dtype), torch.empty(c, dtype=dtype)
-    if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
-        weight = weight.to(dtype).contiguous()
+    c = sizes[4]
+    grad_weight, grad_bias = saved.new_empty(c), saved.new_empty(c)
+    if weight is not None:
+        weight = _vector(weight, c, saved.dtype)
     module().backward(
-        _KINDS[data.dtype],
-        planes,
-        torch.get_num_threads(),
-        n,
-        c,
-        length,
+        *sizes,
         data.data_ptr(),
         0 if weight is None else weight.data_ptr(),
         grad_y.data_ptr(),
@@ -180,7 +204,7 @@ def backward(
         grad_weight.data_ptr(),
         grad_bias.data_ptr(),
     )
-    if data.dtype is not x.dtype:
+    if not itself:
         grad_x = None if grad_x is None else grad_x.to(x.dtype)
         grad_residual = None if grad_residual is None else grad_residual.to(x.dtype)
     return grad_x, grad_weight, grad_bias, grad_residual
@@ -188,22 +212,37 @@ def backward(
 
 def _like(tensor: Tensor, data: Tensor, memory_format: Any) -> Tensor:
     """`tensor` in the kind and layout of `data`, which has this layout."""
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     if tensor.dtype is data.dtype and tensor.is_contiguous(memory_format=memory_format):
         return tensor
     return tensor.to(data.dtype).contiguous(memory_format=memory_format)
 
 
-def _arranged(x: Tensor) -> tuple[Tensor, Any, bool, int, int, int]:
-    """`x` in a kind and layout that the kernels read, that layout, whether it is planes, and N, C, L; see `layer.h`."""
-    n, c = x.shape[0], x.shape[1]
+def _vector(parameter: Tensor, c: int, dtype: torch.dtype) -> Tensor:
+    """A parameter in the kind and layout that the kernels read."""
+    if parameter.numel() != c:
+        raise InputError(f"a parameter has {parameter.numel()} values, the input {c} channels")
+    if parameter.dtype is dtype and parameter.is_contiguous():
+        return parameter
+    return parameter.to(dtype).contiguous()
+
+
+def _arranged(x: Tensor) -> tuple[Tensor, Any, tuple[int, ...]]:
+    """`x` in a kind and layout that the kernels read; that layout; and its kind, whether it is planes (see `layer.h`),
+    the threads to use, and N, C, L.
+    """
+    shape = x.shape
+    n, c = shape[0], shape[1]
     length = x.numel() // (n * c)
     if x.dtype is torch.float16:
         x = x.float()
+    kind, threads = _KINDS[x.dtype], torch.get_num_threads()
     if x.is_contiguous():
-        return x, torch.contiguous_format, c > 1 and length > 1, n, c, length
-    memory_format = _CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+        return x, torch.contiguous_format, (kind, c > 1 and length > 1, threads, n, c, length)
+    memory_format = _CHANNELS_LAST.get(len(shape), torch.contiguous_format)
     if memory_format is not torch.contiguous_format and x.is_contiguous(memory_format=memory_format):
-        return x, memory_format, False, n, c, length
+        return x, memory_format, (kind, False, threads, n, c, length)
     return _arranged(x.contiguous(memory_format=suggest_memory_format(x)))
 
 
@@ -213,8 +252,9 @@ class Reading:
     buffers = ()
 
     def __init__(self, mean: Tensor, var: Tensor, weight: float) -> None:
-        self.function, self.dtype = module().forward, mean.dtype
-        self._arguments = (mean.data_ptr(), var.data_ptr(), weight)
+        self.function, self.dtype, self.channels = module().forward, mean.dtype, mean.numel()
+        self._kept = mean, var.to(mean).expand_as(mean).contiguous()
+        self._arguments = (*(one.data_ptr() for one in self._kept), weight)
 
     def arguments(self, recording: bool) -> tuple[Any, ...]:
         return self._arguments
@@ -249,9 +289,10 @@ class Memory:
         self.buffers = [buffers[name] for name in self.NAMES]
         self.strength = buffers["strength"]
         self.addresses = [buffers[name].data_ptr() for name in self.NAMES_OF_ALL]
-        self.dtype = self.buffers[0].dtype
+        self.dtype, self.channels = self.buffers[0].dtype, self.buffers[0].numel()
+        self.slots = buffers["memory_mean"].shape
         self.function: Any = getattr(module(), "train", None)
-        self._arguments = (*self.addresses, len(buffers["memory_count"]), *rules)
+        self._arguments = (*self.addresses, self.slots[0], *rules)
 
     def arguments(self, recording: bool) -> tuple[Any, ...]:
         """What `train` takes of it."""
@@ -262,14 +303,21 @@ class Memory:
 
     def still(self, buffers: Mapping[str, Any], rules: Rules) -> bool:
         """Whether it still is where it was, under the same rules."""
-        return [buffers[name].data_ptr() for name in self.NAMES_OF_ALL] == self.addresses and rules == self.rules
+        return (
+            [buffers[name].data_ptr() for name in self.NAMES_OF_ALL] == self.addresses
+            and buffers["memory_mean"].shape == self.slots
+            and rules == self.rules
+        )
 
     def writable(self) -> bool:
         """Whether every buffer can be written through its address."""
         dtypes = {"num_batches_tracked": torch.int64, "strength": torch.float64}
         named = zip(self.NAMES_OF_ALL, (self.strength, *self.buffers), strict=True)
-        return self.function is not None and all(
-            readable(one, dtypes.get(name, self.dtype)) and not one.is_inference() for name, one in named
+        k, c = self.slots[0], self.channels
+        return (
+            self.function is not None
+            and [one.numel() for one in self.buffers] == [c, c, 1, 1, k * c, k * c, k]
+            and all(readable(one, dtypes.get(name, self.dtype)) and not one.is_inference() for name, one in named)
         )
 
 

@@ -42,37 +42,55 @@ template <class S> struct Pool {
     }
 };
 
-// The moments of the union, and whether they are finite. They are summed around the heaviest batch's mean: no digits are
-// lost to data far from zero, nor to a light batch far from the others.
+// What is known of united channels: whether their moments are finite, and whether these have lost digits.
+struct United {
+    int finite = 1, lossy = 0;
+};
+
+constexpr int64_t BLOCK = 128;  // channels that are united at once
+
+// The moments of the union in `width` channels, summed in A around `centre`, a batch's means. The further the union's
+// means are from these, the more digits are lost.
+template <class A, class S>
+INLINE United unite_block(const Pool<S> &pool, int64_t begin, int64_t width, bool shift, const S *centre, S *mean, S *var) {
+    A moved[BLOCK] = {}, spread[BLOCK] = {}, shifted = shift ? 1 : 0;
+    for (std::size_t r = 0; r < pool.weights.size(); r++) {
+        const S *row = pool.means[r] + begin, *own = pool.vars[r] + begin;
+        A share = A(pool.weights[r] / pool.total);
+#pragma omp simd
+        for (int64_t j = 0; j < width; j++) {
+            A d = A(row[j]) - A(centre[j]);
+            moved[j] += share * d;
+            spread[j] += share * (A(own[j]) + shifted * d * d);
+        }
+    }
+    int finite = 1, lossy = 0;
+#pragma omp simd reduction(& : finite) reduction(| : lossy)
+    for (int64_t j = 0; j < width; j++) {
+        A square = shifted * moved[j] * moved[j];
+        S m = S(centre[j] + moved[j]), v = S(spread[j] - square);
+        mean[j] = m;
+        var[j] = v;
+        finite &= (m - m) + (v - v) == 0;
+        lossy |= square > 8 * v;
+    }
+    United united;
+    united.finite = finite, united.lossy = lossy;
+    return united;
+}
+
+// The moments of the union, and whether they are finite. The heaviest batch is next to the union, almost always.
 template <class S> INLINE bool unite_rows(const Pool<S> &pool, int64_t c, bool shift, S *mean, S *var) {
-    constexpr int64_t BLOCK = 128;
-    double unit = 1 / pool.total;
-    std::size_t rows = pool.weights.size(), heaviest = 0;
-    for (std::size_t r = 1; r < rows; r++)
+    std::size_t heaviest = 0;
+    for (std::size_t r = 1; r < pool.weights.size(); r++)
         if (pool.weights[r] > pool.weights[heaviest]) heaviest = r;
-    S shifted = shift ? S(1) : S(0);
     int finite = 1;
     for (int64_t begin = 0; begin < c; begin += BLOCK) {
         int64_t width = begin + BLOCK < c ? BLOCK : c - begin;
         const S *centre = pool.means[heaviest] + begin;
-        S moved[BLOCK] = {}, spread[BLOCK] = {};
-        for (std::size_t r = 0; r < rows; r++) {
-            const S *row = pool.means[r] + begin, *own = pool.vars[r] + begin;
-            S share = S(pool.weights[r] * unit);
-#pragma omp simd
-            for (int64_t j = 0; j < width; j++) {
-                S d = row[j] - centre[j];
-                moved[j] += share * d;
-                spread[j] += share * (own[j] + shifted * d * d);
-            }
-        }
-#pragma omp simd reduction(& : finite)
-        for (int64_t j = 0; j < width; j++) {
-            S m = centre[j] + moved[j], v = spread[j] - shifted * moved[j] * moved[j];
-            mean[begin + j] = m;
-            var[begin + j] = v;
-            finite &= (m - m) + (v - v) == 0;
-        }
+        United united = unite_block<S>(pool, begin, width, shift, centre, mean + begin, var + begin);
+        if (united.lossy) united = unite_block<double>(pool, begin, width, shift, centre, mean + begin, var + begin);
+        finite &= united.finite;
     }
     return finite;
 }

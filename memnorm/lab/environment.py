@@ -53,7 +53,9 @@ def processor() -> str:
 
 def kernels() -> str:
     """What computes the memorized layers."""
-    return "torch ops"
+    from memnorm.kernels import cpu  # needs torch, which reports do without
+
+    return cpu.description()
 
 
 def version(library: str) -> str | None:

@@ -27,6 +27,7 @@ OWN_ATTRIBUTES = {
     "_initial_strength",
     "_source_class",
     "_rank",
+    "ranks",
 } | {
     "_plain_dtype",
     "_seasoned",
@@ -43,6 +44,7 @@ OWN_ATTRIBUTES = {
 class MemorizedBatchNormNd(MemorizedBatchNorm2d):
     """In place of a layer that takes data of any rank, such as SyncBatchNorm. Its moments are this process's own."""
 
+    ranks: tuple[int, ...] = ()  # of the data seen last
     _rank: int | None = None
     _source_class: type[_BatchNorm]
 
@@ -51,6 +53,7 @@ class MemorizedBatchNormNd(MemorizedBatchNorm2d):
             raise InputError(f"{self._name}: expected at least 2-D input (N, C, …), got shape {tuple(input.shape)}")
         if self._rank != input.dim():
             self._rank = input.dim()
+            self.ranks = (self._rank,)
 
     @property
     def plain_class(self) -> type[_BatchNorm]:  # type: ignore[override]

@@ -13,6 +13,7 @@ import yaml
 from reportkit import fabricate
 
 from memnorm import norms
+from memnorm.kernels import cpu
 from memnorm.lab.cli import COMMANDS, main
 from memnorm.lab.cli import demo as demo_command
 from memnorm.lab.spec import RunSpec
@@ -80,6 +81,7 @@ FLAGS = {
     "report": "json out runs",
     "data": "data-root json",
     "info": "data-root json",
+    "bench": "busy json models out scale threads",
     "reproduce": f"{PLACES} {COMPUTED} dry-run jobs list only out scale seeds",
     "train": f"""{PLACES} {COMPUTED} {SHARED} batch-size every fraction holdout iterations norm norm-options
     processes scheme seed""",
@@ -282,7 +284,8 @@ def test_reproduce_runs_the_chosen_cells_skips_them_the_second_time_and_reports(
 
 
 def test_cells_whose_norm_is_not_registered_are_listed_as_such(call, monkeypatch):
-    monkeypatch.delitem(norms._REGISTRY, "brn")
+    monkeypatch.delitem(norms._REGISTRY, "brn", raising=False)
+    monkeypatch.setattr(norms, "BUILT_IN", tuple(name for name in norms.BUILT_IN if name != "brn"))
     out = call("reproduce", "cifar10", "--scale", "smoke", "--only", "B*/ResNet-20", "--list")[1]
     assert re.search(r"cifar10 +BRN/ResNet-20 +8\.18 .*'brn' is not registered", out)
     assert re.search(r"cifar10 +BN/ResNet-20 +8\.41 .*to do", out)
@@ -380,7 +383,8 @@ def test_info_tells_versions_threads_kernels_and_data_root(call, tmp_path):
     facts = json.loads(call("info", "--json")[1])
     assert facts["data root"] == str(tmp_path / "data")
     assert facts["norms"][:1] == ["bn"]
-    assert {"memnorm", "torch", "threads", "kernels", "device", "machine"} <= facts.keys()
+    assert {"memnorm", "torch", "threads", "device", "machine"} <= facts.keys()
+    assert facts["kernels"] == cpu.description()
     assert "torch" in call("info")[1]
 
 

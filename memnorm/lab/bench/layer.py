@@ -60,8 +60,9 @@ def measure(rounds: int = 21) -> dict[str, Any]:
 
 
 def targets(shapes: list[dict[str, Any]], sizes: list[dict[str, Any]]) -> list[Target]:
-    noise = max(abs(edge - 1) for row in shapes for edge in (row["noise"]["low"], row["noise"]["high"]))
-    small = [row["ratio"] for row in sizes if row["memory_size"] != 1000 and row["memory_size"] != "BN again"]
+    floor = next(row for row in sizes if row["memory_size"] == "BN again")
+    noise = max(0.05, 1 - floor["low"], floor["high"] - 1)
+    small = [row["ratio"] for row in sizes if row["memory_size"] not in (1000, "BN again")]
     return [
         Target("layer, training, geometric mean", geometric_mean(row["train"]["ratio"] for row in shapes), 0.8, 0.6),
         Target("layer, training, worst shape", max(row["train"]["ratio"] for row in shapes), 1.15),

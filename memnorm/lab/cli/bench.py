@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from memnorm.lab.cli.flags import parse, parser
 from memnorm.lab.console import stderr
 from memnorm.lab.disk import write_text
-from memnorm.lab.errors import FAILED, OK
+from memnorm.lab.errors import FAILED, OK, UsageError
 from memnorm.text import table
 
 EXAMPLES = """
@@ -37,14 +37,30 @@ def main(words: Sequence[str]) -> int:
     made.add_argument("--out", type=Path, default=None, help="JSON file for the whole record")
     made.add_argument("--json", action="store_true", help="print the record as JSON")
     arguments = parse(made, words)
-    record = measure(arguments)
-    if arguments.out:
-        write_text(arguments.out, json.dumps(record, indent=1) + "\n")
+    record = known(arguments.out)
+    for name, part in measure(arguments):
+        record[name] = part
+        if arguments.out:
+            write_text(arguments.out, json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1) if arguments.json else text(record))
     return OK if all(target["value"] <= target["must"] for target in _targets(record)) else FAILED
 
 
-def measure(arguments: Any) -> dict[str, Any]:
+def known(path: Path | None) -> dict[str, Any]:
+    """What the file holds already: parts may be measured one by one."""
+    if path is None or not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--out {path}: not a record of memnorm bench ({error}); choose another file") from error
+    if not isinstance(record, dict):
+        raise UsageError(f"--out {path}: not a record of memnorm bench; choose another file")
+    return record
+
+
+def measure(arguments: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts asked for, each when it is done, and before them where they were measured."""
     import torch
 
     from memnorm.lab import environment
@@ -59,14 +75,10 @@ def measure(arguments: Any) -> dict[str, Any]:
         "data": rest.measure_data,
         "rest": rest.measure_rest,
     }
-    record: dict[str, Any] = {
-        "where": environment.session("cpu", arguments.threads, 0),
-        "busy before": share,
-    }
+    yield "where", {**environment.session("cpu", arguments.threads, 0), "busy before": share}
     for name in PARTS if arguments.part == "all" else (arguments.part,):
         stderr().print(f"measuring {name} …", markup=False)
-        record[name] = parts[name]()
-    return record
+        yield name, parts[name]()
 
 
 def _targets(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Measure what each way of training in two processes costs on this machine, and write results/distributed.json.
 
-    torchrun --standalone --nproc-per-node 2 tools/distributed_costs.py
+    torchrun --standalone --nproc-per-node 2 benchmarks/distributed_costs.py
 
 Run it with nothing else running, on two cores or more. ResNet-20 at batch size 4 per process, with Double-Forward where
 there is a memory. The modes take turns; the second BN is the noise floor.
