@@ -23,6 +23,7 @@ PARTS = {  # images of each process in step 0, 1, …, and again from the start
     4: [(3, 0, 1, 4), (2, 2, 2, 2), (0, 0, 5, 3), (1, 6, 0, 2)],
 }
 HERE = Path(__file__).resolve().parent
+RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else processes started again look for the dead ones
 
 
 def torchrun(program: Path, *words: str, processes: int, flags: tuple[str, ...] = ()) -> None:

@@ -56,6 +56,7 @@ def main(folder: Path, mode: str, dies_after: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         dcp.save(snapshot(model, optimizer), checkpoint_id=folder / f"step-{step + 1:02}")
     torch.save({"state": state_of(model), "resumed at": done}, folder / f"{dist.get_rank()}.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 
