@@ -1,5 +1,9 @@
+import os
+
 import pytest
 import torch
+
+os.environ["PYTHONSAFEPATH"] = "1"  # child processes import the installed package, as we do, not the folder they run in
 
 torch.set_num_threads(1)  # tiny tensors, and one process per core
 

@@ -29,7 +29,11 @@ RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else processes star
 def torchrun(program: Path, *words: str, processes: int, flags: tuple[str, ...] = ()) -> None:
     """Run a program in several processes; what they complain about fails the test."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(
         [*command, str(program), *words], env=environment, capture_output=True, text=True, timeout=300
     )
