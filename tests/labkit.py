@@ -238,7 +238,8 @@ def python(
     script: str, *arguments: object, prefix: tuple[str, ...] = (), more: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
     """A process of its own that runs `script` and talks by lines; `more` goes into its environment."""
-    here = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    # no empty part: that would be the folder it runs in
+    here = os.pathsep.join(filter(None, [str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         stdin=subprocess.PIPE,
