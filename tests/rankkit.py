@@ -26,16 +26,13 @@ HERE = Path(__file__).resolve().parent
 RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else processes started again look for the dead ones
 
 
-def torchrun(program: Path, *words: str, processes: int, flags: tuple[str, ...] = ()) -> None:
+def torchrun(*program: str, processes: int, flags: tuple[str, ...] = ()) -> None:
     """Run a program in several processes; what they complain about fails the test."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *flags]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *flags]
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **RESTARTABLE, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
-        [*command, str(program), *words], env=environment, capture_output=True, text=True, timeout=300
+        [*launcher, *program], env=environment, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -22,7 +22,7 @@ LAYERS = 2  # memorized ones of the net
 def found(request, tmp_path_factory):
     """What each process found, by the name of its program in ranks.py."""
     folder = tmp_path_factory.mktemp("ranks")
-    torchrun(PROGRAM, str(folder), processes=request.param)
+    torchrun(str(PROGRAM), str(folder), processes=request.param)
     return results(folder, request.param)
 
 

@@ -16,7 +16,7 @@ def test_a_job_whose_process_was_killed_goes_on_from_torchs_checkpoint_and_ends_
     for name, dies_after in (("undisturbed", -1), ("killed", 4)):
         folder = tmp_path / name
         folder.mkdir()
-        torchrun(PROGRAM, str(folder), mode, str(dies_after), processes=2, flags=("--max-restarts=1",))
+        torchrun(str(PROGRAM), str(folder), mode, str(dies_after), processes=2, flags=("--max-restarts=1",))
         ends[name] = results(folder, 2)
     for killed, undisturbed in zip(ends["killed"], ends["undisturbed"], strict=True):
         assert (killed["resumed at"], undisturbed["resumed at"]) == (4, 0)
