@@ -125,7 +125,7 @@ def main(programs: dict[str, Callable[..., Any]]) -> None:
 
 
 def leave() -> None:
-    """End the process group. Torch holds Python's lock while it waits for gloo's thread, which needs that lock to let go
+    """End the process group. Torch holds Python's lock while it waits for gloo's thread, which needs the lock to let go
     of the last collective's tensors: it gets a moment to do so before.
     """
     time.sleep(0.3)
