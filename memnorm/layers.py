@@ -226,13 +226,15 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         if not self.track_running_stats or self.running_mean is None:
             nothing = Moments(torch.zeros_like(batch.mean), torch.ones_like(batch.var), 0.0)
             return normalize_jointly(x, self.weight, self.bias, batch, nothing, self.eps, group)
-        replaying = inside_backward()
+        compiling = torch.compiler.is_compiling()
+        replaying = not compiling and inside_backward()
         memory = self._kept_readings.recall(batch) if replaying else None
         if memory is None:
             memory = self._read(batch.weight)
         output = normalize_jointly(x, self.weight, self.bias, batch, memory, self.eps, group)
         if not replaying:
-            self._kept_readings.keep(batch, memory)
+            if not compiling:
+                self._kept_readings.keep(batch, memory)
             if self.recording:
                 self._record(batch)
         return output

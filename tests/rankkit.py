@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,14 @@ def main(programs: dict[str, Callable[..., Any]]) -> None:
     dist.init_process_group("gloo")
     found = {name: program() for name, program in programs.items()}
     torch.save(found, f"{folder}/{dist.get_rank()}.pt")
+    leave()
+
+
+def leave() -> None:
+    """End the process group. Torch holds Python's lock while it waits for gloo's thread, which needs the lock to let go
+    of the last collective's tensors: it gets a moment to do so before.
+    """
+    time.sleep(0.3)
     dist.destroy_process_group()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rankkit import net, own_part, sgd, state_of, trajectory, wrapped
+from rankkit import leave, net, own_part, sgd, state_of, trajectory, wrapped
 from ranks import even_part
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -24,7 +24,7 @@ STEPS = 8
 def snapshot(model: Any, optimizer: Any) -> dict[str, Any]:
     """Of what all processes have alike, rank 0's is saved; their memories may differ, so each has a key of its own."""
     weights, moments = get_state_dict(model, optimizer)
-    memory = dict(model.module.named_buffers())
+    memory = {name: buffer.clone() for name, buffer in model.module.named_buffers()}  # not what "model" is loaded into
     return {"model": weights, "optimizer": moments, f"memory of rank {dist.get_rank()}": memory}
 
 
@@ -56,8 +56,7 @@ def main(folder: Path, mode: str, dies_after: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         dcp.save(snapshot(model, optimizer), checkpoint_id=folder / f"step-{step + 1:02}")
     torch.save({"state": state_of(model), "resumed at": done}, folder / f"{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
