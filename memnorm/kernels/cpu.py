@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from memnorm.errors import InputError, warn
+from memnorm.kernels import switched_off
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 0}
 _STATISTICS = {dtype: torch.float64 if dtype is torch.float64 else torch.float32 for dtype in _KINDS}
@@ -31,7 +31,7 @@ _CHANNELS_LAST: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last
 @functools.cache
 def module() -> Any:
     """The compiled module, or None where it is switched off or was not built; in that case said once."""
-    if _switched_off():
+    if switched_off():
         return None
     try:
         return importlib.import_module("memnorm.kernels._cpu")
@@ -47,11 +47,7 @@ def description() -> str:
     """What computes memorized layers on the processor."""
     if module() is not None:
         return "C++ kernels for the processor"
-    return "torch operations: " + ("MEMNORM_KERNELS=off" if _switched_off() else "not built")
-
-
-def _switched_off() -> bool:
-    return os.environ.get("MEMNORM_KERNELS", "").lower() == "off"
+    return "torch operations: " + ("MEMNORM_KERNELS=off" if switched_off() else "not built")
 
 
 def takes(x: Tensor, dtype: torch.dtype) -> bool:

@@ -13,11 +13,12 @@ Never run on a GPU: written from torch's sources, and tested with stand-ins for 
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from memnorm.kernels import switched_off
 
 DEVICE = "cuda"
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -37,7 +38,7 @@ def takes(x: Tensor) -> bool:
 
 @functools.cache
 def _wanted() -> bool:
-    return os.environ.get("MEMNORM_KERNELS", "").lower() != "off"
+    return not switched_off()
 
 
 def _memory_format(x: Tensor) -> Any:
