@@ -162,7 +162,7 @@ def replay(
         stack.enter_context(torch.no_grad())
         stack.enter_context(deliberate())
         stack.enter_context(recorded_by(own, layers))
-        stack.enter_context(buffers_restored(module for module in modules if not isinstance(module, Recording)))
+        stack.enter_context(buffers_restored(one for one in modules if one._buffers and not isinstance(one, Recording)))
         stack.enter_context(_rng(surroundings.rng))
         for device, (enabled, dtype) in surroundings.autocast.items():
             if enabled or torch.is_autocast_enabled(device):

@@ -19,19 +19,19 @@ struct Planes {
         Set set;
         tiles(job, begin, end, [&](int64_t first, int64_t last, int64_t at, int64_t length) INLINED {
             double count = double(last - first) * double(length);
-            Pair<S> sums, rest;
-            for (int64_t n = first; n < last; n++) {
-                const auto *x = job.x + (n * job.c + c) * job.l + at;
-                sums += ::add_up<S>(length, [=](int64_t i) INLINED { return Pair<S>{load(x + i), S(0)}; });
-            }
+            auto plane = [=, &job](int64_t n) INLINED { return job.x + (n * job.c + c) * job.l + at; };
+            Pair<S> sums = add_rows<S>(first, last, length, [=](int64_t n) INLINED {
+                const auto *x = plane(n);
+                return [=](int64_t i) INLINED { return Pair<S>{load(x + i), S(0)}; };
+            });
             S centre = S(sums.first / count);
-            for (int64_t n = first; n < last; n++) {
-                const auto *x = job.x + (n * job.c + c) * job.l + at;
-                rest += ::add_up<S>(length, [=](int64_t i) INLINED {
+            Pair<S> rest = add_rows<S>(first, last, length, [=](int64_t n) INLINED {
+                const auto *x = plane(n);
+                return [=](int64_t i) INLINED {
                     S d = load(x + i) - centre;
                     return Pair<S>{d, d * d};
-                });
-            }
+                };
+            });
             double missed = rest.first / count;
             set.join(count, centre + missed, rest.second - missed * missed * count);
         });
@@ -57,16 +57,15 @@ struct Planes {
         S mean = job.hat_mean[c];
         job.receiving(true, [&](auto gradient) INLINED {
             tiles(job, begin, end, [&](int64_t first, int64_t last, int64_t at, int64_t length) INLINED {
-                Pair<S> pair;
-                for (int64_t n = first; n < last; n++) {
+                Pair<S> pair = add_rows<S>(first, last, length, [=, &job](int64_t n) INLINED {
                     int64_t start = (n * job.c + c) * job.l + at;
                     const auto *x = job.x + start;
                     auto here = gradient.from(start);
-                    pair += ::add_up<S>(length, [=](int64_t i) INLINED {
+                    return [=](int64_t i) INLINED {
                         S g = here(i);
                         return Pair<S>{g, g * (load(x + i) - mean)};
-                    });
-                }
+                    };
+                });
                 sums.gradient += pair.first;
                 sums.product += pair.second;
             });

@@ -99,10 +99,34 @@ template <class S, class Entry> INLINE Pair<S> add_long(int64_t n, Entry entry) 
             second[j] += one.second;
         }
     Pair<S> sums = add_short<S>(n - i, [&](int64_t j) INLINED { return entry(i + j); });
-    for (int j = 0; j < LANES; j++) sums.first += first[j], sums.second += second[j];
+    sums += add_short<S>(LANES, [&](int64_t j) INLINED { return Pair<S>{first[j], second[j]}; });
     return sums;
 }
 
 template <class S, class Entry> INLINE Pair<S> add_up(int64_t n, Entry entry) {
     return n < SHORT ? add_short<S>(n, entry) : add_long<S>(n, entry);
+}
+
+// The same over `length` values in each of the rows [first, last), whose entries at(row) gives. In short rows the partial
+// sums go on from row to row.
+template <class S, class At> INLINE Pair<S> add_rows(int64_t first, int64_t last, int64_t length, At at) {
+    Pair<S> sums;
+    if (length < LANES || length >= SHORT || 4 * (length % LANES) > length) {
+        for (int64_t row = first; row < last; row++) sums += add_up<S>(length, at(row));
+        return sums;
+    }
+    S one[LANES] = {}, other[LANES] = {};
+    for (int64_t row = first; row < last; row++) {
+        auto entry = at(row);
+        int64_t i = 0;
+        for (; i + LANES <= length; i += LANES)
+            for (int j = 0; j < LANES; j++) {
+                Pair<S> pair = entry(i + j);
+                one[j] += pair.first;
+                other[j] += pair.second;
+            }
+        if (i < length) sums += add_short<S>(length - i, [&](int64_t j) INLINED { return entry(i + j); });
+    }
+    sums += add_short<S>(LANES, [&](int64_t j) INLINED { return Pair<S>{one[j], other[j]}; });
+    return sums;
 }
