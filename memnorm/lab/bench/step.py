@@ -17,7 +17,7 @@ from memnorm.lab import models
 from memnorm.lab.bench.clock import ratios
 from memnorm.lab.bench.targets import Target
 
-ROUNDS = {128: 7, 8: 25, 2: 40}
+ROUNDS = {128: 11, 8: 100, 2: 150}
 MUST = {128: (1.0, 1.25), 8: (1.0, 1.30), 2: (1.05, 1.35)}  # MBN-1 and MBN-2
 GOOD = (0.95, 1.20)
 ARMS: dict[str, dict[str, Any]] = {
