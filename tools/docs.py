@@ -12,7 +12,9 @@ from pathlib import Path
 import mbn_figure
 import norm_docs
 import performance
+import protocol_page
 
+from memnorm.lab.evidence import STUDIES, plan
 from memnorm.lab.report.verdict import verdict
 from memnorm.lab.statistics import Sample
 from memnorm.lab.store import Store, StoredRun
@@ -33,7 +35,9 @@ def render() -> dict[Path, str]:
     digits = [run for run in runs if run.spec.data == "digits"]
     paper = [run for run in digits if run.spec.train_images is None]
     tuned = [run for run in digits if run.spec.train_images is not None and not run.spec.holdout]
-    real = [run for run in runs if run.spec.data in ("cifar10", "imagenette-mini")]
+    results = {run.spec.digest: run.result for run in runs}
+    studied = {spec.digest for spec in plan(STUDIES, lambda spec: results.get(spec.digest)).done}
+    real = [run for run in runs if run.spec.data in ("cifar10", "imagenette-mini") and run.spec.digest not in studied]
     tests = json.loads((ROOT / "results/test-full.json").read_text())
     costs = json.loads((ROOT / "results/norm-costs.json").read_text())
     bench = json.loads((ROOT / "results/bench.json").read_text())
@@ -47,6 +51,7 @@ def render() -> dict[Path, str]:
         ROOT / "docs/figures/digits.svg": figure({arm: list(found.values()) for arm, found in errors(paper).items()}),
         ROOT / "docs/figures/mbn.svg": mbn_figure.render(),
         ROOT / "docs/evidence.md": evidence_page(paper),
+        ROOT / "docs/protocol.md": protocol_page.page(STUDIES),
         ROOT / "docs/records.md": records(real),
         ROOT / "docs/test-record.md": test_record(tests),
         ROOT / "docs/performance.md": performance.page(bench),
