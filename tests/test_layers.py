@@ -302,6 +302,7 @@ def test_repr_shows_the_memory():
     )
     layer.set_strength(0.5)
     assert "strength=0.5" in repr(layer)
+    assert repr(memnorm.MemorizedBatchNorm2d(8, shift=False)).endswith(", track_running_stats=True, shift=False)")
 
 
 @pytest.mark.parametrize(
