@@ -72,7 +72,7 @@ def flags() -> Any:
 def selected(arguments: Any) -> list[Study]:
     """The studies asked for, with the arms asked for."""
     every = {study.name: study for study in (MINIATURE if arguments.miniature else STUDIES)}
-    for name in arguments.studies:
+    for name in arguments.studies or []:
         if name not in every:
             near = difflib.get_close_matches(name, every, n=2)
             guess = f" Did you mean {' or '.join(near)}?" if near else ""
