@@ -9,7 +9,10 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = ["memnorm/kernels/cpu.cpp"]
-HEADERS = [f"memnorm/kernels/{name}.h" for name in ("sets", "layer", "planes", "rows", "record")]
+HEADERS = [
+    f"memnorm/kernels/{name}.h"
+    for name in ("tensors", "sets", "layer", "planes", "rows", "record", "work", "calls", "quick")
+]
 GCC = ["-O3", "-std=c++17", "-fno-math-errno", "-fvisibility=hidden"]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +19,18 @@ class Batch:
     """The inputs of one training forward, copied: the model or the loop may overwrite them before the step."""
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], layers: list[Recording], surroundings: Surroundings
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        modules: list[nn.Module],
+        layers: list[Recording],
+        surroundings: Surroundings,
     ) -> None:
-        self.args, self.kwargs = tree_map(_copy, (args, kwargs))
+        if not kwargs and all(type(one) is Tensor for one in args):  # as it is almost always
+            self.args, self.kwargs = tuple(_copy(one) for one in args), {}
+        else:
+            self.args, self.kwargs = tree_map(_copy, (args, kwargs))
+        self.modules = modules  # all of the model's but itself, which must not be kept alive
         self.layers = layers  # those that would have recorded
         self.surroundings = surroundings
         self.observed = False  # whether a backward through the output would be noticed
@@ -56,17 +66,18 @@ class Batch:
 
 
 class Backward:
-    """A backward pass: the batches whose outputs it has reached, and the gradients there were before it."""
+    """A backward pass: the batches whose outputs it has reached, and the gradients there were before it, if any."""
 
     def __init__(self, gradients: list[Tensor | None]) -> None:
         self.batches: list[Batch] = []
-        self._before = gradients
-        self._versions = [None if gradient is None else gradient._version for gradient in gradients]
+        self._before = [(gradient, None if gradient is None else gradient._version) for gradient in gradients]
 
-    def changed(self, gradients: list[Tensor | None]) -> bool:
+    def changed(self, gradients: Iterable[Tensor | None]) -> bool:
         """Whether any of the parameters has another gradient now."""
-        now = [None if gradient is None else gradient._version for gradient in gradients]
-        return now != self._versions or any(a is not b for a, b in zip(gradients, self._before, strict=True))
+        pairs = zip(gradients, self._before or itertools.repeat((None, None)), strict=False)
+        return any(
+            now is not before or (now is not None and now._version != version) for now, (before, version) in pairs
+        )
 
 
 def _copy(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ whose gradient went into that step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from memnorm.errors import (
     warn,
 )
 from memnorm.layers import Recording
+from memnorm.modules import modules_of
 from memnorm.recompute import inside_backward, inside_function
 from memnorm.replay import Surroundings, named_recorders, nothing_records, recorders, replay, switch
 from memnorm.stripped import check_kept
@@ -97,6 +98,7 @@ class DoubleForward:
         self._forwards = self._forwards_at_last_step = self._forwards_since_step = self._forwards_counted = 0
         self._blind_steps = 0
         self._proven, self._fruitless = False, 0
+        self._draws = False  # whether the model was seen to use the generators of Python or numpy
         self._recorded_at_start = _batches_recorded(model)
         self._names = list(named_recorders(model))
         self._take_charge(model)
@@ -150,12 +152,16 @@ class DoubleForward:
         if inside_backward() or not (torch.is_grad_enabled() or inside_function()):
             return None
         self._forwards += 1
-        layers = [layer for layer in recorders(module) if layer.training and layer.recording]
+        modules = modules_of(module)
+        layers: list[Recording] = [
+            one for one in modules if isinstance(one, Recording) and one.training and one.recording
+        ]
         if not layers or (self.steps + 1) % self.every:
             return None
         self._drop_skipped_batches()
         self._check_bound(module)
-        self._running = Batch(args, kwargs, layers, Surroundings.now(module))
+        surroundings = Surroundings.now(module, modules, self._draws or self._is_watching())
+        self._running = Batch(args, kwargs, modules[1:], layers, surroundings)
         self._muted = layers
         switch(layers, False)
         return None
@@ -165,10 +171,18 @@ class DoubleForward:
         if batch is None:
             return
         self._pending.append(batch)
-        for leaf in tree_leaves(output):
+        if self._is_watching() and not self._draws:
+            self._draws = batch.surroundings.drawn_from()
+        for leaf in [output] if type(output) is Tensor else tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(lambda _grad: self._on_backward(batch))
                 batch.observed = True
+
+    def _is_watching(self) -> bool:
+        """Whether to see if this forward draws from the generators of Python or numpy, which few models do and which
+        takes long: now and then.
+        """
+        return self._forwards <= 8 or self._forwards % 64 == 0
 
     def _forget_running(self, *_forward: Any) -> None:
         """The forward is over, also if it raised: its layers record again when called by someone else."""
@@ -183,10 +197,10 @@ class DoubleForward:
         """Backward reaches the output of `batch`. If every gradient is cleared by now, earlier ones are lost."""
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
-            gradients = self._gradients()
-            if all(gradient is None for gradient in gradients):
+            cleared = self._are_cleared()
+            if cleared:
                 self._drop_cleared()
-            self._backwards[task] = Backward(gradients)
+            self._backwards[task] = Backward([] if cleared else list(self._gradients()))
             Variable._execution_engine.queue_callback(lambda: self._after_backward(task))
         batch.reached = True
         batch.differentiated |= torch.is_grad_enabled()  # create_graph: a later backward may go through its gradient
@@ -200,13 +214,17 @@ class DoubleForward:
             for batch in (*backward.batches, *penalties):
                 batch.accumulated = True
 
+    def _are_cleared(self) -> bool:
+        """Whether there is no gradient at all."""
+        return all(gradient is None for gradient in self._gradients())
+
     def _drop_cleared(self) -> None:
         """Forget batches whose gradients were cleared before any step."""
         self._pending = [batch for batch in self._pending if batch.used or not batch.accumulated]
 
-    def _gradients(self) -> list[Tensor | None]:
+    def _gradients(self) -> Iterator[Tensor | None]:
         groups = [group for one in self._optimizers for group in one.param_groups]
-        return [parameter.grad for group in groups for parameter in group["params"] if id(parameter) in self._own]
+        return (parameter.grad for group in groups for parameter in group["params"] if id(parameter) in self._own)
 
     def _drop_skipped_batches(self) -> None:
         """A `GradScaler` makes its per-optimizer states anew in every update(): an update without a step means that the
@@ -220,7 +238,7 @@ class DoubleForward:
         """Let each evaluation of a closure start from the batches seen before the step, so that only the last one's
         remain.
         """
-        if all(gradient is None for gradient in self._gradients()):
+        if self._are_cleared():
             self._drop_cleared()
         outside = list(self._pending)
 
@@ -276,7 +294,7 @@ class DoubleForward:
     def _replay(self, model: nn.Module, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         before = None if self._proven else _batches_recorded(model)
         try:
-            replay(model, args, kwargs, batch.surroundings, batch.layers)
+            replay(model, args, kwargs, batch.surroundings, batch.layers, [model, *batch.modules])
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"memnorm: in the second forward, after step {self.steps}, which itself is done")
@@ -309,8 +327,9 @@ class DoubleForward:
         """Complain about steps of which no forward was seen: nothing would be recorded."""
         model = self._model()
         if model is not None:
-            check_kept(model, self._names, "double_forward")
-            if not any(recorders(model)):
+            modules = [model, *self._pending[-1].modules] if self._pending else modules_of(model)
+            check_kept(model, self._names, "double_forward", modules)
+            if not any(isinstance(module, Recording) for module in modules):
                 raise NothingToRecord(f"double_forward: {nothing_records(model)}")
         if model is not None and self._forwards == 0 and any(gradient is not None for gradient in self._gradients()):
             raise NothingToRecord(_blind(model, self._recorded_at_start))

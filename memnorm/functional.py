@@ -151,37 +151,31 @@ def reads_at_once(x: Tensor, memory_mean: Tensor) -> bool:
 def _on_kernels(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, memory: Moments, eps: float
 ) -> tuple[Tensor, Moments]:
-    found: list[Tensor] = []
     reading = cpu.Reading(memory.mean, memory.var, float(memory.weight))
-    y = on_kernels(x, weight, bias, None, False, eps, reading, False, found)
-    saved = cpu.Saved.of(found[0])
-    return y, Moments(saved.batch_mean, saved.batch_var, count_per_channel(x))
+    y, saved = cpu.forward(x, weight, bias, None, False, eps, reading, False)
+    found = cpu.Saved.of(saved, x)
+    y = with_gradient(y, saved, x, weight, bias, None, False, eps)
+    return y, Moments(found.batch_mean, found.batch_var, count_per_channel(x))
 
 
-def on_kernels(
+def with_gradient(
+    y: Tensor,
+    saved: bytearray,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     rectify: bool,
     eps: float,
-    memory: cpu.Memory | cpu.Reading,
-    recording: bool,
-    found: list[Tensor] | None = None,
 ) -> Tensor:
-    """A layer's forward in one call: `cpu.forward`, differentiable. `found` gets what `cpu.Saved` reads."""
+    """What the kernels made of `x` (`cpu.forward`), as a function of their input if anybody may ask for a gradient."""
     if torch.is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
     ):
-        call = (rectify, eps, memory, recording, found)
-        y: Tensor = _Kernels.apply(x, weight, bias, residual, call)  # type: ignore[attr-defined]
-        return y
-    y, saved, *_ = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
-    if found is not None:
-        found.append(saved)
+        y = _Kernels.apply(x, weight, bias, residual, (y, saved, rectify, eps))  # type: ignore[attr-defined]
     return y
 
 
@@ -194,29 +188,35 @@ class _Kernels(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, call):
-        rectify, eps, memory, recording, found = call
-        y, saved, *reading = cpu.forward(x, weight, bias, residual, rectify, eps, memory, recording)
-        ctx.save_for_backward(x, weight, saved, y if rectify else None)
-        wants_residual = residual is not None and residual.requires_grad
-        ctx.call = eps, bias is not None, (x.requires_grad, wants_residual, *reading)
-        if found is not None:
-            found.append(saved)
+        y, ctx.saved, rectify, ctx.eps = call
+        ctx.save_for_backward(x, weight, y if rectify else None)
         return y
 
     @staticmethod
     def backward(ctx, grad_y):
-        x, weight, saved, y = ctx.saved_tensors
-        eps, has_bias, reading = ctx.call
+        x, weight, y = ctx.saved_tensors
+        found = cpu.backward_at_once(grad_y, y, x, weight, ctx.saved, ctx.needs_input_grad)
+        if found is not None:
+            return found
+        wants_x, wants_weight, wants_bias, wants_residual, _ = ctx.needs_input_grad
         if torch.is_grad_enabled() or not cpu.unobserved() or not cpu.is_gradient(grad_y):
             # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
-            memory = cpu.Saved.of(saved)
+            memory = cpu.Saved.of(ctx.saved, x)
             hat = merge(Moments(memory.memory_mean, memory.memory_var, memory.memory_weight), batch_moments(x))
             grad_y = grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y)
-            grad_x, grad_weight, grad_bias = _backward_formula(grad_y, x, weight, hat, eps, None)
-            grad_residual = grad_y if reading[1] else None
+            grad_x, grad_weight, grad_bias = _backward_formula(grad_y, x, weight, hat, ctx.eps, None)
+            grad_residual = grad_y
         else:
-            grad_x, grad_weight, grad_bias, grad_residual = cpu.backward(grad_y, y, x, weight, saved, *reading)
-        return grad_x, None if weight is None else grad_weight, grad_bias if has_bias else None, grad_residual, None
+            grad_x, grad_weight, grad_bias, grad_residual = cpu.backward(
+                grad_y, y, x, weight, ctx.saved, wants_x, wants_residual
+            )
+        return (
+            grad_x,
+            grad_weight if wants_weight else None,
+            grad_bias if wants_bias else None,
+            grad_residual if wants_residual else None,
+            None,
+        )
 
 
 def is_plain(x: Tensor) -> bool:

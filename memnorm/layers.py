@@ -23,9 +23,9 @@ from memnorm.functional import (
     batch_moments,
     count_per_channel,
     normalize_with_memory,
-    on_kernels,
     reads_at_once,
     statistics_dtype,
+    with_gradient,
 )
 from memnorm.kernels import cpu
 from memnorm.memory import Remembering
@@ -178,17 +178,47 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
 
     def _forward_on_kernels(self, x: Tensor, rectify: bool, residual: Tensor | None) -> Tensor | None:
         """A training forward in one call; None if something asks for more than that."""
+        if torch.compiler.is_dynamo_compiling() or not (
+            self.track_running_stats and self.shift and self.sync is False and self._outgoing is None
+        ):
+            return None
+        found = self._at_once(x, rectify, residual) or self._after_a_closer_look(x, rectify, residual)
+        if found is None:
+            return None
+        return with_gradient(*found, x, self._vector("weight"), self._vector("bias"), residual, rectify, self.eps)
+
+    def _at_once(self, x: Tensor, rectify: bool, residual: Tensor | None) -> tuple[Tensor, bytearray] | None:
+        known, kernels, evenly = self._known_memory, cpu.module(), self.momentum is None
+        if known is None or known.handle is None or kernels is None:
+            return None
+        found: tuple[Tensor, bytearray] | None = kernels.train_layer(
+            known.handle,
+            self._buffers,
+            self._parameters,
+            x,
+            residual,
+            rectify,
+            self.ranks,
+            torch.get_num_threads(),
+            self.recording,
+            self.eps,
+            self.decay,
+            self.prior_weight,
+            self.prior_from_init and not evenly,
+            evenly,
+        )
+        return found
+
+    def _after_a_closer_look(
+        self, x: Tensor, rectify: bool, residual: Tensor | None
+    ) -> tuple[Tensor, bytearray] | None:
         mean = self._buffers["running_mean"]
         if not (
-            self.track_running_stats
-            and mean is not None
+            mean is not None
             and cpu.takes(x, mean.dtype)
             and x.dim() in self.ranks
             and x.shape[1] == self.num_features < x.numel()
             and (residual is None or (rectify and cpu.are_alike(x, residual)))
-            and self.shift
-            and self.sync is False
-            and self._outgoing is None
             and not inside_backward()
             and not may_be_recomputed()
         ):
@@ -196,8 +226,14 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         memory = self._kernels_memory()
         if memory is None:
             return None
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        return on_kernels(x, weight, bias, residual, rectify, self.eps, memory, self.recording)
+        memory.grasp(self._buffers, self._parameters)
+        weight, bias = self._vector("weight"), self._vector("bias")
+        return cpu.forward(x, weight, bias, residual, rectify, self.eps, memory, self.recording)
+
+    def _vector(self, name: str) -> Tensor | None:
+        """A parameter, past `nn.Module.__getattr__`; one that is computed from others comes by its name alone."""
+        parameters: Any = self._parameters
+        return parameters[name] if name in parameters else getattr(self, name)
 
     def _forward_in_torch(self, input: Tensor) -> Tensor:
         group = companions(self.sync)

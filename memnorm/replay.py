@@ -49,20 +49,22 @@ def recording(model: nn.Module, on: bool) -> Iterator[None]:
 @contextmanager
 def recorded_by(layers: Sequence[Recording], chosen: Iterable[Recording]) -> Iterator[None]:
     """Within the context, the `chosen` ones of the layers record, and no other."""
-    before = [layer.recording for layer in layers]
+    wanted = set(map(id, chosen))
+    off = [layer for layer in layers if layer.recording and id(layer) not in wanted]
+    on = [layer for layer in layers if not layer.recording and id(layer) in wanted]
     try:
-        switch(layers, False)
-        switch(chosen, True)
+        switch(off, False)
+        switch(on, True)
         yield
     finally:
-        for layer, was in zip(layers, before, strict=True):
-            switch([layer], was)
+        switch(off, True)
+        switch(on, False)
 
 
 def switch(layers: Iterable[Recording], on: bool) -> None:
     """Set the layers' `recording`, past `nn.Module.__setattr__`, which takes longer than a small layer's forward."""
     for layer in layers:
-        vars(layer)["recording"] = on
+        layer.__dict__["recording"] = on
 
 
 def rerecord(model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -87,29 +89,53 @@ class Surroundings(NamedTuple):
     autocast: dict[str, tuple[bool, torch.dtype]]
 
     @classmethod
-    def now(cls, model: nn.Module) -> Surroundings:
-        parameter = next(model.parameters(), None)
-        devices = (
-            ["cpu"] if parameter is None or parameter.device.type in ("cpu", "meta") else ["cpu", parameter.device.type]
-        )
+    def now(cls, model: nn.Module, modules: Sequence[nn.Module] | None = None, libraries: bool = True) -> Surroundings:
+        """As they are now; without `libraries`, the random states of Python and numpy, which take long, are missing.
+        `modules`: all of the model's, if known.
+        """
+        device = _device(modules_of(model) if modules is None else modules)
+        devices = ["cpu"] if device in ("cpu", "meta") else ["cpu", device]
         return cls(
-            _rng_state(devices), {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices}
+            _rng_state(devices, libraries),
+            {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices},
         )
 
+    def drawn_from(self) -> bool:
+        """Whether someone has drawn from the generators of Python or numpy since."""
+        now = _rng_state([], True)
+        return any(_flat(now[name]) != _flat(self.rng.get(name, ())) for name in ("python", "numpy") if name in now)
 
-def _rng_state(devices: Iterable[str]) -> dict[str, Any]:
-    """Random states of Python, numpy (if in use), and every device of the given types."""
-    state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
-    for device in set(devices) - state.keys():
+
+def _device(modules: Iterable[nn.Module]) -> str:
+    """The type of device on which the first parameter is."""
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                return parameter.device.type
+    return "cpu"
+
+
+def _rng_state(devices: Iterable[str], libraries: bool) -> dict[str, Any]:
+    """Random states of every device of the given types, of Python, and of numpy if in use."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if libraries:
+        state["python"] = random.getstate()
+        if "numpy" in sys.modules:
+            state["numpy"] = sys.modules["numpy"].random.get_state()
+    for device in set(devices) - {"cpu", "python", "numpy"}:
         state[device] = torch.get_device_module(device).get_rng_state_all()
     return state
 
 
+def _flat(state: Iterable[Any]) -> list[Any]:
+    """A state of Python's or numpy's generator with its array, if any, as a list."""
+    return [part.tolist() if hasattr(part, "tolist") else part for part in state]
+
+
 def _set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
     torch.set_rng_state(state["cpu"])
+    if "python" in state:
+        random.setstate(state["python"])
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
     for device in state.keys() - {"python", "cpu", "numpy"}:
@@ -122,10 +148,13 @@ def replay(
     kwargs: dict[str, Any],
     surroundings: Surroundings,
     layers: Iterable[Recording],
+    modules: Sequence[nn.Module] | None = None,
 ) -> None:
-    """One forward of `model` under `surroundings` that `layers` record, leaving nothing else behind."""
+    """One forward of `model` under `surroundings` that `layers` record, leaving nothing else behind. `modules`: all of
+    the model's, if known.
+    """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    modules = list(modules_of(inner))
+    modules = modules_of(inner) if modules is None else modules
     own = [module for module in modules if isinstance(module, Recording)]
     if not any(layer.training for layer in own):
         raise NothingToRecord(f"rerecord: {nothing_records(model)}")
@@ -144,7 +173,7 @@ def replay(
 
 @contextmanager
 def _rng(state: dict[str, Any]) -> Iterator[None]:
-    before = _rng_state(state)
+    before = _rng_state(state, "python" in state)
     try:
         _set_rng_state(state)
         yield

@@ -4,7 +4,7 @@ ones as well, and says nothing. Double-Forward and the schedule notice at their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,9 +18,9 @@ ADVICE = (
 )
 
 
-def check_kept(model: nn.Module, names: Iterable[str], caller: str) -> None:
-    """Complain if any of the named layers, which recorded once, is a SyncBatchNorm now."""
-    if not any(type(module) is nn.SyncBatchNorm for module in modules_of(model)):
+def check_kept(model: nn.Module, names: Iterable[str], caller: str, modules: Sequence[nn.Module] | None = None) -> None:
+    """Complain if any of the named layers, which recorded once, is a SyncBatchNorm now. `modules`: all, if known."""
+    if nn.SyncBatchNorm not in map(type, modules_of(model) if modules is None else modules):
         return
     now = dict(model.named_modules())
     lost = [name for name in names if type(now.get(name)) is nn.SyncBatchNorm]

@@ -1,7 +1,8 @@
 """The kernels for the processor: tensors here, addresses in the compiled module.
 
 `forward` and `backward` are the whole layer in one call each, `record` is the memory's update; all write through
-addresses, so they take plain strided tensors only, with nothing looking over autograd's shoulder (`takes`).
+addresses, so they take plain strided tensors only, with nothing looking over autograd's shoulder (`takes`). In the
+usual case (`Memory.handle`) the compiled module looks at the tensors itself: here that takes longer than a small layer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from memnorm.kernels import switched_off
 
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 0}
 _STATISTICS = {dtype: torch.float64 if dtype is torch.float64 else torch.float32 for dtype in _KINDS}
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)  # in the order of their kinds
+_OBSERVERS = (_C._are_functorch_transforms_active, _C._len_torch_dispatch_stack, _C._is_tracing)
 _PLAIN = (Tensor, nn.Parameter)
 _CHANNELS_LAST: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -34,7 +37,13 @@ def module() -> Any:
     if switched_off():
         return None
     try:
-        return importlib.import_module("memnorm.kernels._cpu")
+        found = importlib.import_module("memnorm.kernels._cpu")
+        found.introduce(
+            *(Tensor, nn.Parameter, torch.strided, *_DTYPES, torch.empty_like, increment_version),
+            *(_OBSERVERS, forward_ad, torch.is_grad_enabled, _C._is_fwd_grad_enabled),
+            *(_C._current_graph_task_id, _C._autograd._top_saved_tensors_default_hooks),
+        )
+        return found
     except ImportError as error:
         warn(
             f"memnorm's kernels for the processor are not there ({error}); torch operations take their place, several "
@@ -68,13 +77,7 @@ def unobserved() -> bool:
     """Whether autograd alone is looking: a compiler, a functorch transform, forward-mode AD, a dispatch mode and a
     tracer each need operations that they can see through.
     """
-    return not (
-        is_compiling()
-        or _C._are_functorch_transforms_active()
-        or _C._len_torch_dispatch_stack()
-        or _C._is_tracing()
-        or forward_ad._current_level >= 0
-    )
+    return not (is_compiling() or any(one() for one in _OBSERVERS) or forward_ad._current_level >= 0)
 
 
 def are_alike(x: Tensor, other: Tensor) -> bool:
@@ -88,10 +91,19 @@ def are_alike(x: Tensor, other: Tensor) -> bool:
     )
 
 
-def is_gradient(grad_y: Tensor) -> bool:
-    """Whether `grad_y` is one dense gradient. Autograd's own vmap (`is_grads_batched`) sends many in one, without an
-    address.
+def backward_at_once(
+    grad_y: Tensor, y: Tensor | None, x: Tensor, weight: Tensor | None, saved: bytearray, wanted: tuple[bool, ...]
+) -> Any:
+    """`backward` as autograd wants it, in the usual case; else None. Autograd's vmap (`is_grads_batched`) sends many
+    gradients in one, without an address.
     """
+    if is_legacy_batchedtensor(grad_y):
+        return None
+    return module().backward_layer(saved, grad_y, y, x, weight, wanted, torch.get_num_threads())
+
+
+def is_gradient(grad_y: Tensor) -> bool:
+    """Whether `grad_y` is one dense gradient."""
     return type(grad_y) is Tensor and not is_legacy_batchedtensor(grad_y) and grad_y.layout is torch.strided
 
 
@@ -109,9 +121,8 @@ def forward(
     eps: float,
     memory: Memory | Reading,
     recording: bool,
-) -> tuple[Tensor, Tensor, bool, Any, tuple[int, ...]]:
-    """y = norm(x), or relu(norm(x) + residual) if `rectify`; what `Saved` reads; and for `backward` how x was read:
-    itself or a copy, its layout, and its kind and sizes.
+) -> tuple[Tensor, bytearray]:
+    """y = norm(x), or relu(norm(x) + residual) if `rectify`; and what `Saved` and `backward` read.
 
     Of a layer's `Memory`, the batch then becomes a part if `recording`; a `Reading` is only read.
     """
@@ -125,8 +136,7 @@ def forward(
         bias = _vector(bias, c, dtype)
     if residual is not None:
         residual = _like(residual, data, memory_format)
-    y = torch.empty_like(data)
-    saved = y.new_empty(6 * c + 1, dtype=dtype)  # new_: not on torch's default device
+    y, saved = torch.empty_like(data), bytearray((6 * c + 1) * dtype.itemsize)
     memory.function(
         *sizes,
         data.data_ptr(),
@@ -136,13 +146,12 @@ def forward(
         rectify,
         y.data_ptr(),
         eps,
-        saved.data_ptr(),
+        saved,
         *memory.arguments(recording),
     )
     if recording:
         increment_version(memory.buffers)
-    itself = data is x
-    return y if itself else y.to(x.dtype), saved, itself, memory_format, sizes
+    return y if data is x else y.to(x.dtype), saved
 
 
 class Saved(NamedTuple):
@@ -157,8 +166,9 @@ class Saved(NamedTuple):
     memory_weight: Tensor
 
     @classmethod
-    def of(cls, saved: Tensor) -> Saved:
-        return cls(*saved[:-1].view(6, -1).unbind(), saved[-1])  # type: ignore[call-arg]
+    def of(cls, saved: bytearray, x: Tensor) -> Saved:
+        numbers = torch.frombuffer(saved, dtype=_STATISTICS[x.dtype])
+        return cls(*numbers[:-1].view(6, -1).unbind(), numbers[-1])  # type: ignore[call-arg]
 
 
 def backward(
@@ -166,28 +176,23 @@ def backward(
     y: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
-    saved: Tensor,
+    saved: bytearray,
     wants_x: bool,
     wants_residual: bool,
-    itself: bool,
-    memory_format: Any,
-    sizes: tuple[int, ...],
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """Gradients with respect to x, weight, bias and residual; weight's and bias's in the statistics' dtype.
 
-    `y` is the output if it was rectified, else None; the last three are what `forward` said.
+    `y` is the output if it was rectified, else None.
     """
-    data = x
-    if not itself:
-        data = _arranged(x)[0]
-        y = None if y is None else _like(y, data, memory_format)
+    data, memory_format, sizes = _arranged(x)
+    y = None if y is None else _like(y, data, memory_format)
     grad_y = _like(grad_y, data, memory_format)
     grad_x = torch.empty_like(data) if wants_x else None
     grad_residual = torch.empty_like(data) if wants_residual else None
-    c = sizes[4]
-    grad_weight, grad_bias = saved.new_empty(c), saved.new_empty(c)
+    c, dtype = sizes[4], _STATISTICS[x.dtype]
+    grad_weight, grad_bias = data.new_empty(c, dtype=dtype), data.new_empty(c, dtype=dtype)
     if weight is not None:
-        weight = _vector(weight, c, saved.dtype)
+        weight = _vector(weight, c, dtype)
     module().backward(
         *sizes,
         data.data_ptr(),
@@ -196,11 +201,11 @@ def backward(
         0 if y is None else y.data_ptr(),
         0 if grad_x is None else grad_x.data_ptr(),
         0 if grad_residual is None else grad_residual.data_ptr(),
-        saved.data_ptr(),
+        saved,
         grad_weight.data_ptr(),
         grad_bias.data_ptr(),
     )
-    if not itself:
+    if data is not x:
         grad_x = None if grad_x is None else grad_x.to(x.dtype)
         grad_residual = None if grad_residual is None else grad_residual.to(x.dtype)
     return grad_x, grad_weight, grad_bias, grad_residual
@@ -288,6 +293,7 @@ class Memory:
         self.dtype, self.channels = self.buffers[0].dtype, self.buffers[0].numel()
         self.slots = buffers["memory_mean"].shape
         self.function: Any = getattr(module(), "train", None)
+        self.handle: Any = None  # with which `train_layer` looks at a layer by itself
         self._arguments = (*self.addresses, self.slots[0], *rules)
 
     def arguments(self, recording: bool) -> tuple[Any, ...]:
@@ -303,6 +309,23 @@ class Memory:
             [buffers[name].data_ptr() for name in self.NAMES_OF_ALL] == self.addresses
             and buffers["memory_mean"].shape == self.slots
             and rules == self.rules
+        )
+
+    def grasp(self, buffers: Any, parameters: Mapping[str, Any]) -> None:
+        """Let the compiled module look for itself from now on, if the parameters are such that it can."""
+        vectors = [parameters.get(name, False) for name in ("weight", "bias")]
+        fits = all(one is None or self._is_parameter(one) for one in vectors)
+        if fits and (vectors[0] is not None or vectors[1] is None):
+            written, wide = tuple(self.buffers), self.dtype is torch.float64
+            self.handle = module().know(buffers, parameters, wide, self.channels, self.slots[0], written)
+
+    def _is_parameter(self, vector: Any) -> bool:
+        """Not a tensor that someone has computed, whose graph must not be held."""
+        return (
+            type(vector) is nn.Parameter
+            and readable(vector, self.dtype)
+            and vector.numel() == self.channels
+            and not vector.is_neg()
         )
 
     def writable(self) -> bool:

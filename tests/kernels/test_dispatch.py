@@ -258,10 +258,10 @@ def test_with_however_little_memory_a_call_on_threads_works_or_raises():
         from memnorm.kernels import cpu
         channels, pages = 300_000, resource.getpagesize()
         x, y = torch.randn(2, channels), torch.empty(2, channels)
-        saved, mean, var = torch.empty(6 * channels + 1), torch.zeros(channels), torch.ones(channels)
+        saved, mean, var = bytearray(4 * (6 * channels + 1)), torch.zeros(channels), torch.ones(channels)
         def call():
             cpu.module().forward(0, False, 2, 2, channels, 1, x.data_ptr(), 0, 0, 0, False, y.data_ptr(), 1e-5,
-                                 saved.data_ptr(), mean.data_ptr(), var.data_ptr(), 4.0)
+                                 saved, mean.data_ptr(), var.data_ptr(), 4.0)
         call()
         wanted, used = y.clone(), int(open("/proc/self/statm").read().split()[0]) * pages
         worked = []
@@ -284,3 +284,5 @@ def test_wrong_arguments_are_an_error():
         cpu.module().backward(0)
     with pytest.raises(TypeError):
         cpu.module().record(*["x"] * 18)
+    with pytest.raises(TypeError, match="bytearray"):
+        cpu.module().backward(*[0] * 15)
