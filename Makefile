@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2' -o -name '*.cpp' -o -name '*.h') memnorm/py.typed pyproject.toml setup.py README.md LICENSE
 
-.PHONY: test test-full demo docs bench lint format clean
+.PHONY: test test-full demo docs bench evidence evidence-runs lint format clean
 
 test: .venv/installed lint
 	$(BIN)/pytest -n 2
@@ -19,6 +19,14 @@ docs: .venv/docs .venv/installed
 
 bench: .venv/installed
 	$(BIN)/memnorm bench all --out results/bench.json
+	$(BIN)/python tools/docs.py
+
+# The studies of docs/protocol.md: prints the queue with its hours here, then runs or resumes it. Interrupt it at will.
+evidence-runs: .venv/installed
+	$(BIN)/memnorm evidence --jobs 2
+
+# README's table and figure, docs/evidence.md, docs/claims.md and the published report, from the records in results/.
+evidence: .venv/installed
 	$(BIN)/python tools/docs.py
 
 lint: .venv/dependencies

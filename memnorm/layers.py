@@ -71,6 +71,8 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
             recorded; this is their weight, in units of the current batch.
         prior_from_init: let the initial statistics (0, 1) stand in as well, so that a first batch of one value per
             channel can be trained on.
+        shift: count the squared shift between the means of batches in the variance of their union, as the paper's Eq. 6
+            does. False averages the variances alone (its Eq. 4), for the ablation; not with `sync`, and slower.
         sync: take the batch of all processes together: True, or a process group. Every process must then call the
             layer equally often, be it with an empty batch.
 
@@ -104,6 +106,7 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         strength: float = 0.5,
         prior_weight: float = 1.0,
         prior_from_init: bool = False,
+        shift: bool = True,
         sync: Any = False,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
@@ -115,6 +118,7 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
             strength=strength,
             prior_weight=prior_weight,
             prior_from_init=prior_from_init,
+            shift=shift,
             sync=sync,
         )
 
@@ -126,11 +130,13 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         strength: float,
         prior_weight: float,
         prior_from_init: bool,
+        shift: bool,
         sync: Any,
     ) -> None:
         """Add the memory to a layer that is a batch norm already."""
         self.sync = check_sync(sync)
         _check_options(memory_size, decay, strength, prior_weight)
+        self.shift = check_shift(shift, self.sync)
         self.memory_size = None if memory_size is None else int(memory_size)
         self.decay, self._initial_strength, self.prior_weight = float(decay), float(strength), float(prior_weight)
         self.prior_from_init = bool(prior_from_init)
@@ -173,7 +179,7 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
     def _forward_on_kernels(self, x: Tensor, rectify: bool, residual: Tensor | None) -> Tensor | None:
         """A training forward in one call; None if something asks for more than that."""
         if torch.compiler.is_dynamo_compiling() or not (
-            self.track_running_stats and self._shift_between_means and self.sync is False and self._outgoing is None
+            self.track_running_stats and self.shift and self.sync is False and self._outgoing is None
         ):
             return None
         found = self._at_once(x, rectify, residual) or self._after_a_closer_look(x, rectify, residual)
@@ -242,11 +248,9 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         replaying = not compiling and inside_backward()
         memory = self._recall(input) if replaying else None
         if memory is None:
-            at_once = self._shift_between_means and reads_at_once(input, self.running_mean)
+            at_once = self.shift and reads_at_once(input, self.running_mean)
             memory = self._read(count, at_once)
-        output, batch = normalize_with_memory(
-            input, self.weight, self.bias, memory, self.eps, shift=self._shift_between_means
-        )
+        output, batch = normalize_with_memory(input, self.weight, self.bias, memory, self.eps, shift=self.shift)
         if not replaying:
             if not compiling:
                 self._kept_readings.keep(batch, memory)
@@ -376,8 +380,8 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         memory = f"memory_size={self.memory_size}, decay={self.decay}, strength={strength:g}"
         plain = f"eps={self.eps}, momentum={self.momentum}, affine={self.affine}"
         bias = "" if self.bias is not None or not self.affine else ", bias=False"
-        sync = f", sync={self.sync}" if self.sync is not False else ""
-        return f"{self.num_features}, {memory}, {plain}{bias}, track_running_stats={self.track_running_stats}{sync}"
+        rare = ("" if self.shift else ", shift=False") + (f", sync={self.sync}" if self.sync is not False else "")
+        return f"{self.num_features}, {memory}, {plain}{bias}, track_running_stats={self.track_running_stats}{rare}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.running_mean is None:
@@ -424,6 +428,14 @@ def _check_options(memory_size: int | None, decay: float, strength: float, prior
     check_strength(strength)
     if not is_number(prior_weight) or not 0 <= prior_weight < math.inf:
         raise OptionError(f"prior_weight must be zero or a positive number of batches; got {prior_weight!r}")
+
+
+def check_shift(shift: object, sync: bool | Some) -> bool:
+    if not isinstance(shift, bool):
+        raise OptionError(f"shift must be True, or False for the paper's Eq. 4; got {shift!r}")
+    if not shift and sync is not False:
+        raise OptionError("shift=False is the ablation of a layer in one process: it cannot be had with sync")
+    return shift
 
 
 def check_strength(strength: float) -> float:

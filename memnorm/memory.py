@@ -35,7 +35,7 @@ class Remembering:
     _buffers: Any
     _known_memory: cpu.Memory | None = None  # as the kernels last wrote it
     _outgoing: list[Moments] | None = None  # batches recorded for `memnorm.distributed.exchange_memory` to share
-    _shift_between_means: bool = True  # False is the paper's Eq. 4, for its ablation
+    shift: bool = True  # here for layers pickled before there was the option
 
     def _read(self, count: Tensor | float, at_once: bool = False) -> Moments:
         """The memory as this forward sees it, its weight multiplied by the strength; a copy, unless read `at_once`.
@@ -85,12 +85,10 @@ class Remembering:
         slots = self._shifted(batch, weight)
         if self.momentum is None or self.memory_size is None:
             fade = 1.0 if self.momentum is None else self.decay
-            pooled = merge(
-                Moments(self.running_mean, self.running_var, weight * fade), batch, shift=self._shift_between_means
-            )
+            pooled = merge(Moments(self.running_mean, self.running_var, weight * fade), batch, shift=self.shift)
         else:
             age = torch.arange(self.memory_size, device=weight.device, dtype=self.memory_count.dtype)
-            pooled = pool(slots[0], slots[1], slots[2] * self.decay**age, shift=self._shift_between_means)
+            pooled = pool(slots[0], slots[1], slots[2] * self.decay**age, shift=self.shift)
         finite = (pooled.mean.isfinite() & pooled.var.isfinite()).all()
         old = [self._buffers[name] for name in (STATISTICS if slots else POOLED)]
         new = [torch.where(finite, value, buffer) for value, buffer in zip((*pooled, *slots), old, strict=True)]
@@ -101,9 +99,7 @@ class Remembering:
     def _kernels_memory(self) -> cpu.Memory | None:
         """The memory for the kernels; None if they cannot write it."""
         evenly = self.momentum is None
-        rules = cpu.Rules(
-            self.decay, self.prior_weight, self.prior_from_init and not evenly, evenly, self._shift_between_means
-        )
+        rules = cpu.Rules(self.decay, self.prior_weight, self.prior_from_init and not evenly, evenly, self.shift)
         known = self._known_memory
         if known is None or not known.still(self._buffers, rules):
             known = cpu.Memory(self._buffers, rules)

@@ -120,7 +120,7 @@ def _resize_memory(layer: MemorizedBatchNorm, state: MutableMapping[str, Any], p
     if truncated and not slots[2].is_meta and bool(slots[2][:size].sum() > 0):
         mean, var, count = (state[prefix + name] for name in SLOTS)
         age = torch.arange(size, device=count.device, dtype=count.dtype)
-        pooled = pool(mean, var, count * layer.decay**age, shift=layer._shift_between_means)
+        pooled = pool(mean, var, count * layer.decay**age, shift=layer.shift)
         state.update(zip((prefix + name for name in POOLED), pooled, strict=True))
 
 

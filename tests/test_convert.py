@@ -276,6 +276,7 @@ def test_without_options_layers_get_the_papers_defaults():
         ("strength", 0.1),
         ("prior_weight", 2.0),
         ("prior_from_init", True),
+        ("shift", False),
     ],
 )
 def test_an_option_reaches_every_layer(name, value):
@@ -296,6 +297,8 @@ BAD_OPTIONS = [
     ({"decay": 1.5}, r"decay must lie in \(0, 1\]; got 1\.5"),
     ({"strength": -0.1}, r"strength must lie in \[0, 1\]; got -0\.1"),
     ({"strength": "high"}, r"strength must lie in \[0, 1\]; got 'high'"),
+    ({"shift": 0}, r"shift must be True, or False for the paper's Eq\. 4; got 0"),
+    ({"shift": False, "sync": True}, r"shift=False .* cannot be had with sync"),
     ({"prior_weight": -1.0}, r"prior_weight must be zero or a positive number of batches; got -1\.0"),
 ]
 

@@ -100,8 +100,7 @@ def test_gamma_equal_to_sigma_and_beta_to_mu_restores_the_input():
 
 
 def test_without_the_shift_between_means_it_is_the_papers_eq_4():
-    layer = memnorm.MemorizedBatchNorm1d(3, memory_size=4, dtype=torch.float64)
-    layer._shift_between_means = False
+    layer = memnorm.MemorizedBatchNorm1d(3, memory_size=4, dtype=torch.float64, shift=False)
     batches = [leaf((5, 3), seed=seed).detach() + seed for seed in range(3)]
     for batch in batches:
         layer(batch)
@@ -303,6 +302,7 @@ def test_repr_shows_the_memory():
     )
     layer.set_strength(0.5)
     assert "strength=0.5" in repr(layer)
+    assert repr(memnorm.MemorizedBatchNorm2d(8, shift=False)).endswith(", track_running_stats=True, shift=False)")
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,21 @@ def test_a_copy_goes_on_as_the_original_does(copied, memory_size):
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
+def test_a_copy_of_a_layer_without_the_shift_has_none_either(copied):
+    layer, other = trained(shift=False), copied(trained(shift=False))
+    assert not torch.equal(trained().running_var, layer.running_var)
+    torch.testing.assert_close(other(batch(3)), layer(batch(3)), rtol=0, atol=0)
+    assert_same_state(other, layer)
+    assert layer.state_dict().keys() == trained().state_dict().keys()
+
+
+def test_a_layer_pickled_before_there_was_the_option_has_the_shift():
+    layer = trained()
+    del vars(layer)["shift"]
+    assert pickle.loads(pickle.dumps(layer)).shift
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
 def test_a_copy_has_a_memory_of_its_own(copied):
     layer = trained()
     before = snapshot(layer)

@@ -117,11 +117,12 @@ def estimate(
 
 def _one(spec: RunSpec, step: float | None, threads: int, device: str) -> float | None:
     images = images_of(spec)
-    evaluations = min(spec.evaluations, spec.iterations)
+    sweeps = [images.test if images else 0] * min(spec.evaluations, spec.iterations)
+    if spec.recalibrate:
+        sweeps += [spec.recalibrate, sweeps[0]]
     if step is not None:
         forward = FORWARD * step * (0.5 if spec.scheme == "double" else 1.0)
-        tested = images.test if images else 0
-        return spec.iterations * step + evaluations * tested * forward / spec.batch_size
+        return spec.iterations * step + sum(sweeps) * forward / spec.batch_size
     if images is None:
         return None
     work = _count(spec.model, json.dumps(spec.model_options, sort_keys=True), images.classes, images.shape)
@@ -129,7 +130,7 @@ def _one(spec: RunSpec, step: float | None, threads: int, device: str) -> float 
         return None
     speed = calibrate(threads, device)
     step = speed.step(work, spec.batch_size, spec.norm, spec.scheme, spec.fraction / spec.every)
-    return spec.iterations * step + evaluations * speed.evaluation(work, images.test)
+    return spec.iterations * step + sum(speed.evaluation(work, count) for count in sweeps)
 
 
 def same_work(spec: RunSpec) -> str:

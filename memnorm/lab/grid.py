@@ -12,7 +12,7 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,6 +26,8 @@ from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
 from memnorm.lab.train import run
 
+Replan = Callable[[], Sequence[RunSpec]]
+
 
 def run_all(
     specs: Sequence[RunSpec],
@@ -36,10 +38,14 @@ def run_all(
     jobs: int = 0,
     launcher: str = "processes",
     listener: GridListener | None = None,
+    replan: Replan | None = None,
 ) -> list[Outcome]:
     """Run each of `specs` that is not done yet; `jobs` processes, or 0 for this one. In the order given.
 
     With `launcher="ray"` the runs go to a Ray cluster, at most `jobs` at a time, or 0 for as many as it has room for.
+
+    `replan` is asked for the runs, in order, whenever one has ended: what came out may call for others. What was begun
+    is not begun again. The outcomes of runs that were not in `specs` come last.
     """
     if jobs < 0:
         raise UsageError(f"--jobs must not be negative; got {jobs}")
@@ -48,13 +54,16 @@ def run_all(
     work = Work(store.root, execution, data_root)
     if launcher == "ray" or jobs:
         work = replace(work, execution=replace(execution, threads=1))
-        crew = _on_ray(work, jobs) if launcher == "ray" else _Processes(work, min(jobs, len(unique)))
+        room = jobs if replan else min(jobs, len(unique))
+        crew = _on_ray(work, jobs) if launcher == "ray" else _Processes(work, room)
         with terminations_interrupt():
-            outcomes = _oversee(unique, crew, listener)
+            outcomes = _oversee(_Waiting(unique, replan), crew, listener)
     else:
-        outcomes = _here(unique, work, listener)
+        outcomes = _here(_Waiting(unique, replan), work, listener)
     by_digest = {outcome.spec.digest: outcome for outcome in outcomes}
-    return [by_digest[spec.digest] for spec in specs]
+    wanted = [by_digest[spec.digest] for spec in specs if spec.digest in by_digest]
+    asked_for = {spec.digest for spec in specs}
+    return [*wanted, *(outcome for outcome in outcomes if outcome.spec.digest not in asked_for)]
 
 
 @dataclass(frozen=True)
@@ -95,19 +104,47 @@ class Work:
             return "stop", error
 
 
-def _here(specs: Sequence[RunSpec], work: Work, listener: GridListener) -> list[Outcome]:
+class _Waiting:
+    """The runs that nobody has begun yet, and those that somebody else held when they were."""
+
+    def __init__(self, specs: Sequence[RunSpec], replan: Replan | None) -> None:
+        self._specs, self._replan = deque(specs), replan
+        self._held: deque[RunSpec] = deque()
+        self._begun: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._specs or self._held)
+
+    def next(self) -> tuple[RunSpec, bool]:
+        """A run, and whether to wait for who holds it."""
+        spec = self._specs.popleft() if self._specs else None
+        if spec is None:
+            return self._held.popleft(), True
+        self._begun.add(spec.digest)
+        return spec, False
+
+    def put_last(self, spec: RunSpec) -> None:
+        self._held.append(spec)
+
+    def renew(self) -> None:
+        if self._replan is not None:
+            unique = {spec.digest: spec for spec in self._replan() if spec.digest not in self._begun}
+            self._specs = deque(unique.values())
+
+
+def _here(waiting: _Waiting, work: Work, listener: GridListener) -> list[Outcome]:
     outcomes = []
-    waiting = deque((spec, False) for spec in specs)
     while waiting:
-        spec, held_before = waiting.popleft()
+        spec, held_before = waiting.next()
         try:
             outcome = work.do(spec, relay(spec, listener), wait=held_before)
         except RunHeld as error:
             listener.message(spec, f"{error} Going on with the others; this one comes last.")
-            waiting.append((spec, True))
+            waiting.put_last(spec)
             continue
         outcomes.append(outcome)
         listener.ended(outcome)
+        waiting.renew()
     return outcomes
 
 
@@ -133,21 +170,21 @@ class Crew(Protocol):
         ...
 
 
-def _oversee(specs: Sequence[RunSpec], crew: Crew, listener: GridListener) -> list[Outcome]:
-    waiting = deque((spec, False) for spec in specs)
+def _oversee(waiting: _Waiting, crew: Crew, listener: GridListener) -> list[Outcome]:
     outcomes: list[Outcome] = []
     stop: BaseException | None = None
     try:
         while crew.is_busy() or (waiting and stop is None):
             while waiting and stop is None and crew.has_room():
-                crew.begin(*waiting.popleft())
+                crew.begin(*waiting.next())
             for kind, payload in crew.heard():
                 if kind == "ended":
                     outcomes.append(payload)
                     listener.ended(payload)
+                    waiting.renew()
                 elif kind == "held":
                     listener.message(payload[0], f"{payload[1]} Going on with the others; this one comes last.")
-                    waiting.append((payload[0], True))
+                    waiting.put_last(payload[0])
                 elif kind == "stop":
                     stop = stop or payload
                 else:

@@ -46,6 +46,33 @@ class GridListener:
     def ended(self, outcome: Outcome) -> None: ...
 
 
+class Together(GridListener):
+    """Several listeners as one."""
+
+    def __init__(self, *listeners: GridListener) -> None:
+        self.listeners = listeners
+
+    def began(self, spec: RunSpec, iteration: int) -> None:
+        for one in self.listeners:
+            one.began(spec, iteration)
+
+    def stepped(self, spec: RunSpec, iteration: int) -> None:
+        for one in self.listeners:
+            one.stepped(spec, iteration)
+
+    def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
+        for one in self.listeners:
+            one.evaluated(spec, line)
+
+    def message(self, spec: RunSpec, text: str) -> None:
+        for one in self.listeners:
+            one.message(spec, text)
+
+    def ended(self, outcome: Outcome) -> None:
+        for one in self.listeners:
+            one.ended(outcome)
+
+
 class Relay(Listener):
     """Passes on what one run says, with the run's name to it, and steps no more often than an eye can follow."""
 

@@ -67,6 +67,7 @@ class RunSpec:
     weight_decay: float = option(1e-4, "of every parameter")
     precision: Literal["float32", "float64", "bfloat16"] = option("float32", "bfloat16 is autocast")
     evaluations: int = option(20, "how often to evaluate, evenly spaced; the last is the headline")
+    recalibrate: int = option(0, "after the last step, also evaluate with statistics measured afresh on this many images")
     processes: int = option(1, "that share each batch; torchrun sets it")
     seed: int = option(0, "of initial weights, data order and augmentation, the same for every norm")
 
@@ -230,7 +231,7 @@ def _problems(spec: RunSpec) -> list[str]:
         for name, value in (("train_images", spec.train_images), ("test_images", spec.test_images))
         if value is not None and value < 1
     ]
-    natural = ("holdout", "warmup", "momentum", "weight_decay", "seed")
+    natural = ("holdout", "warmup", "momentum", "weight_decay", "recalibrate", "seed")
     found += [f"{name} must not be negative; got {getattr(spec, name)}" for name in natural if getattr(spec, name) < 0]
     if not 0 < spec.learning_rate < float("inf"):
         found.append(f"learning_rate must be positive and finite; got {spec.learning_rate}")
@@ -260,6 +261,8 @@ def _contradictions(spec: RunSpec) -> list[str]:
         found.append(f"strength belongs to the norm {' or '.join(MEMORY_NORMS)}; {spec.norm} has none")
     if spec.scheme == "single" and (spec.every != 1 or spec.fraction != 1):
         found.append("every and fraction belong to scheme: double")
+    if spec.recalibrate and spec.processes > 1:
+        found.append("recalibrate is for runs in one process")
     if spec.batch_size < spec.processes:
         found.append(f"{spec.processes} processes cannot share a batch of {spec.batch_size}")
     if "strength" in spec.norm_options:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from memnorm.errors import NothingToRecord
 from memnorm.lab import checkpoint, environment
 from memnorm.lab.arms import why_not
 from memnorm.lab.data import Data, epoch_length, order
@@ -25,7 +26,15 @@ from memnorm.lab.processes import Team, leads
 from memnorm.lab.signals import stop_signals
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Onlooker, RunFolder, Store
-from memnorm.lab.training import Tally, Training, choose_device, load_data, set_threads, sources
+from memnorm.lab.training import (
+    Tally,
+    Training,
+    choose_device,
+    load_data,
+    recalibration_source,
+    set_threads,
+    sources,
+)
 
 
 def run(
@@ -67,6 +76,7 @@ class _Run:
         self.spec, self.folder, self.execution, self.listener = spec, folder, execution, listener
         self.data = data
         self.train_source, self.test_source = sources(spec, data)
+        self.recalibration_source = recalibration_source(spec, data)
         self.threads, self.device = set_threads(execution), choose_device(execution.device)
         self.team = Team(spec, self.device)
         self.peak = environment.PeakMemory(self.device)
@@ -157,6 +167,7 @@ class _Run:
             "epoch": round(self.iteration / self.epoch_length, 4),
             **tally.summary("train"),
             **training.evaluate(self.test_source, self.execution.workers),
+            **self._recalibrated(),
             "learning_rate": training.optimizer.param_groups[0]["lr"],
             "strength": training.last_strength,
             "seconds": round(self.seconds, 3),
@@ -172,6 +183,18 @@ class _Run:
             if events is not None and value is not None:
                 events.add_scalar(name, value, self.iteration)
         self.listener.evaluated(line)
+
+    def _recalibrated(self) -> dict[str, Any]:
+        """After the last step, if asked for."""
+        if self.recalibration_source is None or self.iteration < self.spec.iterations:
+            return {}
+        try:
+            return self.training.evaluate_recalibrated(
+                self.recalibration_source, self.test_source, self.execution.workers
+            )
+        except NothingToRecord as error:  # no batch is finite, or there is no norm; the run is what it is
+            self.listener.message(f"not recalibrated: {error}")
+            return {"test_error_recalibrated": None, "test_loss_recalibrated": None}
 
     def _save(self) -> None:
         state = {"run": self.spec.name, "iteration": self.iteration, "seconds": self.seconds, "lines": self.lines}

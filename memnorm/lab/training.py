@@ -8,9 +8,11 @@ bit for bit, and every norm sees the same data, augmentation and dropout.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -90,20 +92,36 @@ class Training:
         return True
 
     @torch.no_grad()
-    def evaluate(self, source: Source, workers: int) -> dict[str, Any]:
+    def evaluate(self, source: Source, workers: int, model: nn.Module | None = None) -> dict[str, Any]:
         """Loss and error on all images of `source`, in eval mode; training goes on as if nothing had been."""
-        tally = Tally()
-        self.model.eval()
+        model, tally = self.model if model is None else model, Tally()
+        model.eval()
         try:
-            for images, labels in source.batches(sweep(len(source), EVALUATION_BATCH), workers=workers):
-                images, labels = self.place(images, labels)
+            for images, labels in self.swept(source, workers):
                 with self.autocast():
-                    scores = self.model(images)
+                    scores = model(images)
                     loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
                 tally.add(loss, scores, labels)
         finally:
-            self.model.train()
+            model.train()
         return tally.summary("test")
+
+    def evaluate_recalibrated(self, measured: Source, source: Source, workers: int) -> dict[str, Any]:
+        """`evaluate` on a copy of the model whose running statistics are those of the images of `measured`."""
+        model = copy.deepcopy(self.model)
+
+        def call(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+            with self.autocast():
+                model(batch[0])
+
+        memnorm.recalibrate(model, self.swept(measured, workers), forward=call)
+        found = self.evaluate(source, workers, model)
+        return {f"{name}_recalibrated": found[name] for name in ("test_error", "test_loss")}
+
+    def swept(self, source: Source, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """All images of `source`, not augmented, where the model is."""
+        for images, labels in source.batches(sweep(len(source), EVALUATION_BATCH), workers=workers):
+            yield self.place(images, labels)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -210,7 +228,7 @@ def learning_rate(spec: RunSpec, iteration: int) -> float:
 
 def sources(spec: RunSpec, data: Data) -> tuple[Source, Source]:
     """What to train on and what to evaluate on. Held-out and left-out images are the same for all seeds and norms."""
-    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    order = split_order(data)
     wanted = len(data.train) - spec.holdout if spec.train_images is None else spec.train_images
     if wanted < 1 or spec.holdout + wanted > len(data.train):
         raise UsageError(
@@ -225,6 +243,23 @@ def sources(spec: RunSpec, data: Data) -> tuple[Source, Source]:
         chosen = torch.randperm(len(test), generator=torch.Generator().manual_seed(SPLIT_SEED))
         test = test.subset(chosen[: spec.test_images].sort().values)
     return train, test
+
+
+def recalibration_source(spec: RunSpec, data: Data) -> Source | None:
+    """What to measure statistics on after the last step: the first training images in the order of the split, which is
+    random, so that every batch is a sample of all; the same for all seeds and norms.
+    """
+    if not spec.recalibrate:
+        return None
+    trained_on = split_order(data)[spec.holdout :][: spec.train_images]
+    if spec.recalibrate > len(trained_on):
+        raise UsageError(f"recalibrate: there are {len(trained_on):,} training images; got {spec.recalibrate:,}")
+    return data.train.subset(trained_on[: spec.recalibrate])
+
+
+def split_order(data: Data) -> Tensor:
+    """The training images in the order in which they are held out, trained on or left out."""
+    return torch.randperm(len(data.train), generator=torch.Generator().manual_seed(SPLIT_SEED))
 
 
 def choose_device(wanted: str) -> str:

@@ -18,7 +18,7 @@ from memnorm.norms.base import has_activation, takes_over
 from memnorm.state import SLOTS
 
 OPTIONS: dict[str, Any] = {"memory_size": 20, "decay": 0.9, "strength": 0.5}
-OPTIONS |= {"prior_weight": 1.0, "prior_from_init": False, "sync": False}
+OPTIONS |= {"prior_weight": 1.0, "prior_from_init": False, "shift": True, "sync": False}
 OWN_ATTRIBUTES = {
     "memory_size",
     "decay",
@@ -31,7 +31,7 @@ OWN_ATTRIBUTES = {
 } | {
     "_plain_dtype",
     "_seasoned",
-    "_shift_between_means",
+    "shift",
     "_known_memory",
     "_outgoing",
     "sync",

@@ -79,12 +79,13 @@ SHARED = """augment base-batch-size classes-per-batch config data data-options e
 FLAGS = {
     "demo": "json out results",
     "report": "json out runs",
+    "evidence": f"data-root download runs {COMPUTED} jobs list miniature only records",
     "data": "data-root json",
     "info": "data-root json",
     "bench": "busy json models out scale threads",
     "reproduce": f"{PLACES} {COMPUTED} dry-run jobs launcher list only out scale seeds",
     "train": f"""{PLACES} {COMPUTED} {SHARED} batch-size every fraction holdout iterations norm norm-options
-    processes scheme seed""",
+    processes recalibrate scheme seed""",
     "compare": f"{PLACES} {COMPUTED} {SHARED} batch-sizes epochs jobs norms out rates seeds tune",
 }
 

@@ -169,7 +169,7 @@ def test_a_result_that_is_not_in_the_folder_is_said(store, monkeypatch):
     monkeypatch.setattr(launch_ray, "Store", lambda root: Store(root / "elsewhere"))
     cluster = launch_ray.Cluster(grid.Work(store.root, PLAIN, None), 0)
     cluster.work = grid.Work(store.root, PLAIN, None)
-    (outcome,) = grid._oversee(GOOD[:1], cluster, GridEar())
+    (outcome,) = grid._oversee(grid._Waiting(GOOD[:1], None), cluster, GridEar())
     assert outcome.status == "failed"
     assert "--runs must be a folder that all machines share" in outcome.message
 

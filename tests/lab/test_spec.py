@@ -39,7 +39,7 @@ DEFAULTS = """
      holdout: 0, augment: true, sampler: shuffle, classes_per_batch: 2, norm: bn, norm_options: {}, scheme: single,
      every: 1, fraction: 1.0, strength: [0.1, 0.5, 0.9], batch_size: 128, iterations: 78200, learning_rate: 0.1,
      scaling: none, base_batch_size: 128, schedule: step, milestones: [0.4, 0.6], warmup: 0, momentum: 0.9,
-     weight_decay: 0.0001, precision: float32, evaluations: 20, seed: 0}"""
+     weight_decay: 0.0001, precision: float32, evaluations: 20, recalibrate: 0, seed: 0}"""
 
 BAD = [
     ({"model": 3}, "model must be a text; got 3"),
@@ -99,6 +99,8 @@ BAD = [
     ({"weight_decay": float("inf")}, "weight_decay must be finite; got inf"),
     ({"precision": "float16"}, "precision must be one of float32, float64, bfloat16; got 'float16'"),
     ({"evaluations": 0}, "evaluations must be at least 1; got 0"),
+    ({"recalibrate": -1}, "recalibrate must not be negative; got -1"),
+    ({"recalibrate": 10, "processes": 2}, "recalibrate is for runs in one process"),
     ({"processes": 0}, "processes must be at least 1; got 0"),
     ({"processes": 3, "batch_size": 2}, "3 processes cannot share a batch of 2"),
     ({"seed": -1}, "seed must not be negative; got -1"),
@@ -175,6 +177,7 @@ def test_every_field_enters_the_digest():
         "weight_decay": 0.0,
         "precision": "float64",
         "evaluations": 3,
+        "recalibrate": 10,
         "processes": 2,
         "seed": 1,
     }

@@ -43,6 +43,7 @@ OWN = (
     "processes",
     "seed",
     "holdout",
+    "recalibrate",
 )
 
 

@@ -12,8 +12,9 @@ from memnorm.lab import estimate_time, report
 from memnorm.lab.arms import registered, why_not
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
+from memnorm.lab.cli.queue import queue_json, queue_text, seconds_here, total
 from memnorm.lab.console import stderr, watching
-from memnorm.lab.environment import cores, machine
+from memnorm.lab.environment import cores
 from memnorm.lab.errors import FAILED, OK, LabError, UsageError
 from memnorm.lab.grid import run_all
 from memnorm.lab.spec import Execution, RunSpec
@@ -55,9 +56,7 @@ def main(words: Sequence[str]) -> int:
     store = Store(arguments.runs)
     if arguments.list or arguments.dry_run:
         threads = 1 if arguments.jobs or arguments.launcher == "ray" else execution.threads or cores()
-        stderr().print("measuring this machine …", markup=False)
-        known = estimate_time.measured(store.runs(), threads, machine())
-        seconds = estimate_time.estimate(specs, threads=threads, known=known)
+        seconds = seconds_here(specs, store.runs(), threads)
         if arguments.list:
             print(listing(entries, specs, store, seconds, arguments))
         else:
@@ -184,12 +183,11 @@ def listing(
         )
         for row in rows
     ]
-    total = sum(seconds.get(spec.digest, 0.0) for spec in specs)
     return "\n\n".join(
         [
             f"scale {arguments.scale}: {RULES[arguments.scale]}",
             table([("name", "cell", "paper", "time here", "status"), *text]),
-            f"{len(specs)} runs behind these cells, {estimate_time.human(total)} one after the other on this machine",
+            f"{len(specs)} runs behind these cells, {total(specs, seconds)} one after the other on this machine",
         ]
     )
 
@@ -197,11 +195,8 @@ def listing(
 def queue(specs: Sequence[RunSpec], store: Store, seconds: dict[str, float], arguments: Any) -> str:
     todo = [spec for spec in specs if store.run(spec).result() is None]
     if arguments.json:
-        return json.dumps([{"run": spec.name, "seconds": seconds.get(spec.digest)} for spec in todo], indent=1)
-    rows = [(spec.name, f"{spec.iterations:,}", estimate_time.human(seconds.get(spec.digest, 0.0))) for spec in todo]
-    total = sum(seconds.get(spec.digest, 0.0) for spec in todo) / max(arguments.jobs, 1)
-    summary = f"{len(todo)} runs to do, {len(specs) - len(todo)} done; {estimate_time.human(total)} on this machine"
-    return "\n\n".join([*([table([("run", "iterations", "time"), *rows])] if rows else []), summary])
+        return queue_json(todo, seconds)
+    return queue_text(todo, len(specs) - len(todo), seconds, arguments.jobs)
 
 
 def results(entries: Sequence[Entry], store: Store, scale: str) -> str:

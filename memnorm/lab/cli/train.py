@@ -64,8 +64,11 @@ def describe(result: dict[str, Any], path: str) -> str:
         )
     final, best = result["final"], result["best"]
     top5 = f" (top-5 {final['test_error_top5']:.2f} %)" if final["test_error_top5"] is not None else ""
+    afresh = final.get("test_error_recalibrated")
+    again = f"recalibrated {afresh:.2f} % with statistics measured afresh\n" if afresh is not None else ""
     return (
         f"test error  {final['test_error']:.2f} %{top5} at the last iteration, the headline number\n"
+        f"{again}"
         f"best        {best['test_error']:.2f} % at iteration {best['iteration']:,} (chosen on the test images)\n"
         f"train error {final['train_error']:.2f} % over the last batches\n"
         f"time        {result['seconds']:.0f} s of training, {final['step_ms']:.1f} ms a step\n"

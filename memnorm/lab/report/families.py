@@ -17,7 +17,7 @@ from memnorm.lab.report.verdict import Cost, Verdict, verdict
 from memnorm.lab.spec import RunSpec
 
 ARM_FIELDS = ("norm", "norm_options", "scheme", "every", "fraction", "strength")
-LOOSE_FIELDS = ("learning_rate", "iterations", "evaluations", "warmup")
+LOOSE_FIELDS = ("learning_rate", "iterations", "evaluations", "recalibrate", "warmup")
 SAME_LENGTH = 1.15  # numbers of images seen that differ by less than this are one number of epochs, rounded
 MOST_NAMES = 5
 NORM_ORDER = ("bn", "brn", "normprop", "mbn")

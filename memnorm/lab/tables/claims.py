@@ -49,6 +49,7 @@ class Claim:
     statement: str
     where: str  # section of the paper
     how: str  # what would test it
+    lines: tuple[int, ...] = ()  # of the paper's LaTeX source
     gaps: tuple[Gap, ...] = ()
     remark: str = ""
 
@@ -65,6 +66,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="cifar10-reductions",
         statement="On CIFAR-10 MBN's test error is below BN's by 0.48 points on ResNet-20 and 0.74 on ResNet-56.",
         where="Performance on Image Classification, CIFAR-10",
+        lines=(325,),
         how="reproduce cifar10 with several seeds; paired differences",
         gaps=_against_bn("cifar10", {"ResNet-20": "0.48", "ResNet-56": "0.74"}),
         remark=(
@@ -76,6 +78,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="cifar10-order",
         statement="On CIFAR-10 MBN beats every other method on VGG, and ResNet-56 with MBN is the best of the table.",
         where="Performance on Image Classification, CIFAR-10",
+        lines=(304, 325),
         how="reproduce cifar10",
         gaps=(
             *_against_bn("cifar10", {"VGG": None}),
@@ -88,6 +91,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="brn-close-to-bn",
         statement="BRN with a high decay rate stays close to BN.",
         where="Performance on Image Classification, CIFAR-10; also Related Studies",
+        lines=(126, 326),
         how="reproduce cifar10 and double-forward; BN, BRN-1 and BRN-2 side by side",
         gaps=(
             Gap("cifar10", ("BN", "ResNet-20"), ("BRN", "ResNet-20")),
@@ -104,6 +108,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="normprop-depth",
         statement="NormProp suits shallow networks; on VGG with its 16 layers it loses much accuracy and may explode.",
         where="Performance on Image Classification, CIFAR-10",
+        lines=(327,),
         how="reproduce cifar10 and cifar100, row NormProp; count diverged seeds",
         gaps=(
             Gap("cifar10", ("NormProp", "VGG"), ("BN", "VGG")),
@@ -116,6 +121,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="cifar100-reductions",
         statement="On CIFAR-100 MBN is below BN by 0.5 points on ResNet-20, 0.3 on ResNet-56 and 1 on VGG.",
         where="Performance on Image Classification, CIFAR-100",
+        lines=(332,),
         how="reproduce cifar100 with several seeds; paired differences",
         gaps=_against_bn("cifar100", {"ResNet-20": "0.5", "ResNet-56": "0.3", "VGG": "1"}),
         remark="The table has 0.53, 0.30 and 1.01: the text rounds.",
@@ -124,6 +130,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="cifar100-order",
         statement="On CIFAR-100 BRN improves on BN, and MBN improves on both.",
         where="Performance on Image Classification, CIFAR-100",
+        lines=(332,),
         how="reproduce cifar100",
         gaps=(*_against_bn("cifar100", _ALL, ours="BRN"), *_against_bn("cifar100", _ALL, other="BRN")),
         remark="NIN has no MBN cell, so the claim covers three models of four.",
@@ -132,6 +139,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="imagenet-reductions",
         statement="On ImageNet MBN's top-1 error is below BN's by 0.74 points on VGG and 0.88 on ResNet-34.",
         where="Performance on Image Classification, ImageNet",
+        lines=(363,),
         how="reproduce imagenet",
         gaps=(
             Gap("imagenet", ("VGG", "top-1 BN"), ("VGG", "top-1 MBN"), "0.74"),
@@ -142,6 +150,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="imagenet-order",
         statement="On ImageNet MBN beats BN on every model trained.",
         where="Performance on Image Classification, ImageNet",
+        lines=(363,),
         how="reproduce imagenet; top-1 and top-5",
         gaps=tuple(
             Gap("imagenet", (model, f"{top} BN"), (model, f"{top} MBN"))
@@ -154,6 +163,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="small-batches",
         statement="MBN beats BN at every batch size from 8 to 128.",
         where="Performance Comparison with Small Mini-batches",
+        lines=(389,),
         how="reproduce small-batch with several seeds",
         gaps=tuple(Gap("small-batch", (size, "BN"), (size, "MBN")) for size in small_batch.TABLE.rows),
         remark=(
@@ -165,6 +175,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="single-forward-memory",
         statement="Without Double-Forward MBN still beats BN, whether BN has one forward or two.",
         where="Demonstration of Double-Forward Propagation",
+        lines=(277,),
         how="reproduce double-forward with several seeds; MBN-1 against BN-1 and BN-2",
         gaps=(
             Gap("double-forward", ("BN-1", "ResNet-56"), ("MBN-1", "ResNet-56")),
@@ -175,6 +186,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="double-forward-gains",
         statement="Double-Forward lowers ResNet-56's test error by 0.30 points under MBN and 0.47 under BRN.",
         where="Demonstration of Double-Forward Propagation",
+        lines=(279, 282),
         how="reproduce double-forward with several seeds; paired differences, training error as well",
         gaps=(
             Gap("double-forward", ("MBN-1", "ResNet-56"), ("MBN-2", "ResNet-56"), "0.30"),
@@ -186,6 +198,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="double-forward-and-bn",
         statement="Double-Forward changes nothing in BN's training and hardly anything in its test error.",
         where="Demonstration of Double-Forward Propagation",
+        lines=(279, 280),
         how="BN-1 and BN-2 with one seed: equal weights at every step, other moving averages only",
         gaps=(Gap("double-forward", ("BN-1", "ResNet-56"), ("BN-2", "ResNet-56")),),
         remark="The printed difference is 0.16 points.",
@@ -194,12 +207,14 @@ CLAIMS: tuple[Claim, ...] = (
         name="double-forward-and-normprop",
         statement="Double-Forward has no effect on NormProp, which normalises with parameters and records nothing.",
         where="Demonstration of Double-Forward Propagation",
+        lines=(277,),
         how="one step with and without the second forward: equal state, bit for bit",
     ),
     Claim(
         name="resnet20-similar",
         statement="On ResNet-20 Double-Forward acts as it does on ResNet-56.",
         where="Demonstration of Double-Forward Propagation",
+        lines=(282,),
         how="reproduce double-forward, column ResNet-20",
         remark="No number and no figure in the paper.",
     ),
@@ -207,12 +222,14 @@ CLAIMS: tuple[Claim, ...] = (
         name="second-drop",
         statement="At the second learning-rate step, epoch 120, the test error drops again with MBN and not with BN.",
         where="Performance on Image Classification, CIFAR-10, first observation",
+        lines=(304,),
         how="reproduce convergence; mean test error over the epochs before and after 60 % of the run",
     ),
     Claim(
         name="strength-jumps",
         statement="Where λ jumps (epochs 80 and 120) the training error rises for a moment and then falls fast.",
         where="Performance on Image Classification, CIFAR-10, second observation",
+        lines=(305,),
         how="reproduce convergence; training error just before and just after 40 % and 60 %, against BN's",
         remark="The learning rate falls at the same moments, which alone would lower the error.",
     ),
@@ -220,18 +237,21 @@ CLAIMS: tuple[Claim, ...] = (
         name="no-jumps-on-imagenet",
         statement="On ImageNet the training error does not rise where λ jumps.",
         where="Performance on Image Classification, ImageNet",
+        lines=(366,),
         how="reproduce imagenet-curves",
     ),
     Claim(
         name="lower-training-error",
         statement="MBN's training error is generally below BN's.",
         where="Performance on Image Classification, CIFAR-10, third observation",
+        lines=(306,),
         how="reproduce convergence; training error of the last epochs",
     ),
     Claim(
         name="fixed-strength",
         statement="A fixed λ (0.1, 0.5 or 1) does badly; one that grows during training does best.",
         where="Effect of the Parameter λ",
+        lines=(412, 413),
         how="reproduce strength with several seeds",
         gaps=tuple(
             Gap("strength", (row, strength.COLUMN), (strength.SCHEDULE, strength.COLUMN))
@@ -246,6 +266,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="zero-strength-is-bn",
         statement="With λ = 0 MBN is BN.",
         where="Dynamic Setting of Weights; the table gives both 6.97",
+        lines=(202,),
         how="one training step against batch norm: equal outputs and gradients; reproduce strength, row 0",
         remark="True of training. At inference the memory stands in for the moving averages.",
     ),
@@ -253,6 +274,7 @@ CLAIMS: tuple[Claim, ...] = (
         name="memory-size",
         statement="The memory size hardly matters, from 10 batches to 40.",
         where="Influence of Memory Size",
+        lines=(434,),
         how="reproduce memory-size with several seeds",
         gaps=(
             Gap("memory-size", ("10", memory_size.COLUMN), ("20", memory_size.COLUMN)),
@@ -267,12 +289,14 @@ CLAIMS: tuple[Claim, ...] = (
         name="backward-costs-two-forwards",
         statement="The backward pass takes about twice as long as the forward pass.",
         where="Computational Complexity",
+        lines=(240,),
         how="memnorm demo, or the step times of stored runs",
     ),
     Claim(
         name="thirty-percent",
         statement="MBN with Double-Forward takes about 30 % more training time than BN.",
         where="Computational Complexity",
+        lines=(240,),
         how="memnorm demo, or the step times of stored BN and MBN-2 runs on one machine",
         remark="If backward is two forwards, one forward more is (1 + 2 + 1)/(1 + 2): 33 %, the norm's own cost aside.",
     ),
@@ -280,12 +304,14 @@ CLAIMS: tuple[Claim, ...] = (
         name="same-cost",
         statement="MBN itself costs what BN costs, in training and at inference.",
         where="Computational Complexity",
+        lines=(166, 240),
         how="step time of MBN-1 against BN; inference time of both",
     ),
     Claim(
         name="same-rule",
         statement="MBN normalises by the same rule in training and at inference.",
         where="Memorized Statistics, Forward Propagation and Inference",
+        lines=(106, 193),
         how="memnorm.diagnose: how far training and evaluation outputs are apart, BN beside MBN",
         remark="At inference there is no current batch: what is left of the rule is the memory's own weights.",
     ),
@@ -293,19 +319,59 @@ CLAIMS: tuple[Claim, ...] = (
         name="moving-averages-alone",
         statement="Training that normalises with moving averages alone does not converge.",
         where="Introduction; Memorized Statistics",
+        lines=(89, 139),
         how="train with a norm that uses the moving averages only, and see",
     ),
     Claim(
         name="restore-input",
         statement="With γ = σ and β = μ the layer returns its input.",
         where="Introduction; Memorized Statistics",
+        lines=(70, 172),
         how="one forward with γ² = σ̂² + ε and β = μ̂ against the input",
     ),
     Claim(
         name="poor-sampling",
         statement="BN suffers from small and from badly sampled batches; with a memory training suffers less.",
         where="Abstract; Introduction",
+        lines=(55, 59, 86),
         how="memnorm compare with the samplers few-classes and sorted",
         remark="The paper tests batch sizes. It has no experiment with badly sampled batches.",
+    ),
+    Claim(
+        name="eq-6-is-eq-5",
+        statement="The moments of all values together (Eq. 5) follow from those of the batches (Eq. 6).",
+        where="Memorized Statistics",
+        lines=(155,),
+        how="both, literally, on the same random batches",
+    ),
+    Claim(
+        name="correction-term",
+        statement="The correction term (μ_i − μ̂)² in the variance makes up for the shift between iterations.",
+        where="Memorized Statistics",
+        lines=(164,),
+        how="train MBN-2 with shift=False, which is Eq. 4, beside MBN-2",
+        remark="The paper has no experiment without the term.",
+    ),
+    Claim(
+        name="very-small-batches",
+        statement="With MBN, SGD can still be applied with very small batches.",
+        where="Introduction, first contribution; Conclusion",
+        lines=(103, 453),
+        how="batch sizes 2 and 4 with equal samples; MBN-2 against BN",
+        remark="The paper's smallest batch has 8 images.",
+    ),
+    Claim(
+        name="up-to-date",
+        statement="The second forward keeps the remembered statistics up to date with the weights.",
+        where="Introduction, second contribution; Double-Forward Propagation",
+        lines=(105, 210),
+        how="memnorm.diagnose: staleness of the memory with one forward and with two",
+    ),
+    Claim(
+        name="violent-beginning",
+        statement="The statistics of batches change more at the beginning of training than later.",
+        where="Dynamic Setting of Weights",
+        lines=(198,),
+        how="distance between the moments of successive batches along a run",
     ),
 )

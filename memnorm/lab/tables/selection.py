@@ -110,10 +110,12 @@ def why_not(spec: RunSpec, registered: Mapping[str, bool]) -> str | None:
     """Why a run cannot be made with these norms, in words; None if it can.
 
     `registered` says for each norm's name whether its layers record, which Double-Forward needs. Plain batch norm is
-    always there; it records only where `registered` says so.
+    always there; it records only where `registered` says so, and has running statistics to recalibrate in any case.
     """
     if spec.norm != "bn" and spec.norm not in registered:
         return f"the norm {spec.norm!r} is not registered in this version of memnorm"
     if spec.scheme == "double" and not registered.get(spec.norm, False):
         return f"Double-Forward needs a norm that records its statistics, and {spec.norm!r} does not"
+    if spec.recalibrate and spec.norm != "bn" and not registered[spec.norm]:
+        return f"recalibrate measures running statistics afresh, and {spec.norm!r} has none"
     return None

@@ -1,0 +1,157 @@
+"""What came out of the studies: the stored runs of each arm, and how far arms are apart, seed by seed.
+
+Works with any part of the runs done. A run that diverged has no error; it is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memnorm.lab.evidence.queue import chosen_rate
+from memnorm.lab.evidence.study import Arm, Study
+from memnorm.lab.report.model import Group, final
+from memnorm.lab.report.verdict import Cost, Results, Verdict, verdict
+from memnorm.lab.spec import RunSpec
+from memnorm.lab.statistics import CONFIDENCE, Difference, Sample, difference, number, p_text
+from memnorm.lab.store import StoredRun
+
+RECALIBRATED = "test_error_recalibrated"
+
+
+@dataclass(frozen=True)
+class Found:
+    """An arm and its runs that are done, by seed. `rate` is None while the learning rate is not chosen."""
+
+    study: Study
+    arm: Arm
+    rate: float | None
+    runs: tuple[StoredRun, ...]
+
+    @property
+    def label(self) -> str:
+        return self.arm.label
+
+    @property
+    def group(self) -> Group | None:
+        return Group(self.runs) if self.runs else None
+
+    @property
+    def diverged(self) -> list[StoredRun]:
+        return [run for run in self.runs if run.status == "diverged"]
+
+    @property
+    def missing(self) -> int:
+        return self.arm.seeds - len(self.runs)
+
+    def errors(self, metric: str = "test_error") -> dict[int, float]:
+        """By seed, of the runs that finished."""
+        return {run.spec.seed: value for run in self.runs if (value := final(run, metric)) is not None}
+
+    def sample(self, metric: str = "test_error") -> Sample | None:
+        values = list(self.errors(metric).values())
+        return Sample(values) if values else None
+
+    @property
+    def cost(self) -> Cost:
+        return self.group.cost if self.group else Cost()
+
+    @property
+    def seconds(self) -> float | None:
+        """Of training, on average over the seeds that finished."""
+        values = [run.result["seconds"] for run in self.runs if run.result and run.status == "finished"]
+        return Sample(values).mean if values else None
+
+
+class Findings:
+    """The studies with all that is stored of them."""
+
+    def __init__(self, studies: Sequence[Study], runs: Iterable[StoredRun]) -> None:
+        self.studies = tuple(studies)
+        self._runs = {run.spec.digest: run for run in runs if run.result is not None}
+
+    def result(self, spec: RunSpec) -> dict[str, Any] | None:
+        run = self._runs.get(spec.digest)
+        return run.result if run else None
+
+    def study(self, name: str) -> Study:
+        return next(study for study in self.studies if study.name == name)
+
+    def arms(self, study: Study, batch_size: int | None = None) -> list[Found]:
+        return [self._found(study, arm) for arm in (study.arms if batch_size is None else study.at(batch_size))]
+
+    def arm(self, study: str, label: str, batch_size: int | None = None) -> Found | None:
+        """By name; None where there is no such arm."""
+        matching = [one for one in self.arms(self.study(study), batch_size) if one.label == label]
+        return matching[0] if matching else None
+
+    def _found(self, study: Study, arm: Arm) -> Found:
+        rate = chosen_rate(study, arm, self.result)
+        specs = [] if rate is None else [arm.run(seed, rate) for seed in range(arm.seeds)]
+        return Found(study, arm, rate, tuple(self._runs[one.digest] for one in specs if one.digest in self._runs))
+
+    def specs(self) -> list[RunSpec]:
+        """Of every stored run that belongs to a study, trials of learning rates included."""
+        found: dict[str, RunSpec] = {}
+        for study in self.studies:
+            trials = [trial for arm in study.arms for trial in arm.trials(study.holdout)]
+            runs = [run.spec for one in self.arms(study) for run in one.runs]
+            found |= {spec.digest: spec for spec in (*trials, *runs) if spec.digest in self._runs}
+        return list(found.values())
+
+    def verdict(self, study: Study) -> Verdict:
+        """What may be concluded from a study about the norms in it."""
+        results: dict[str, dict[int, dict[int, float | None]]] = {}
+        costs: dict[str, dict[int, Cost]] = {}
+        for one in self.arms(study):
+            errors: Mapping[int, float] = one.errors()
+            by_seed = {run.spec.seed: errors.get(run.spec.seed) for run in one.runs}
+            results.setdefault(one.label, {})[one.arm.spec.batch_size] = by_seed
+            costs.setdefault(one.label, {})[one.arm.spec.batch_size] = one.cost
+        told: Results = results
+        return verdict(told, costs, baseline=study.baseline)
+
+
+def apart(first: Found, second: Found, metric: str = "test_error", other: str = "") -> Difference | None:
+    """`metric` of the first minus that of the second (or `other`): below zero, the first has less error."""
+    return difference(first.errors(metric), second.errors(other or metric))
+
+
+def significant(gap: Difference) -> bool:
+    return gap.p is not None and gap.p < 1 - CONFIDENCE
+
+
+def interval_text(gap: Difference) -> str:
+    """−3.70 to −1.14."""
+    interval = gap.interval()
+    return f"{number(interval[0])} to {number(interval[1])}" if interval else ""
+
+
+def gap_text(gap: Difference) -> str:
+    """The difference as a cell of a table: −2.42 (−3.70 to −1.14, p = 0.006)."""
+    words = [interval_text(gap), p_text(gap.p) if gap.p is not None else "one seed"]
+    return f"{number(gap.mean)} ({', '.join(word for word in words if word)})"
+
+
+def evidence_text(gap: Difference) -> str:
+    """What stands behind a difference: 95 % interval −3.70 to −1.14, p = 0.006, n = 5."""
+    words = [f"{CONFIDENCE:.0%} interval {interval_text(gap)}".replace("%", " %")] if gap.interval() else []
+    words += [p_text(gap.p)] if gap.p is not None else []
+    return ", ".join([*words, f"n = {gap.n}"])
+
+
+def compared(first: str, second: str, gap: Difference | None) -> str:
+    """Two arms in a sentence without its full stop; `first` and `second` are their names."""
+    if gap is None:
+        return f"{first} and {second}: not run yet"
+    points = f"{number(abs(gap.mean))} points {'below' if gap.mean <= 0 else 'above'} {_of(second)}"
+    if gap.p is None:
+        return f"one seed, no claim: {_of(first)} error is {points}"
+    if significant(gap):
+        return f"{_of(first)} error is {points} ({evidence_text(gap)})"
+    return f"no difference found between {first} and {second}: {number(gap.mean)} points ({evidence_text(gap)})"
+
+
+def _of(label: str) -> str:
+    return f"{label}'s" if not label.endswith("S") else f"{label}'"

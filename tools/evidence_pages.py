@@ -1,0 +1,345 @@
+"""docs/evidence.md, README's table and the figures, from the records of the studies. Any part of them may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import claims_page
+
+from memnorm.lab.bench.clock import geometric_mean
+from memnorm.lab.evidence import Study
+from memnorm.lab.evidence.claims import Material
+from memnorm.lab.evidence.findings import (
+    RECALIBRATED,
+    Findings,
+    Found,
+    apart,
+    compared,
+    gap_text,
+    significant,
+)
+from memnorm.lab.report import figures, html, plot
+from memnorm.lab.report.collect import collect
+from memnorm.lab.report.model import Family, Page
+from memnorm.lab.report.present import duration
+from memnorm.lab.statistics import holm, number
+
+NOT_RUN = "not run yet"
+OURS, BASE = "MBN-2", "BN"
+FIRST, HEADLINE = "small-batch-resnet20", "headline-resnet56"
+TITLE = "Memorized Batch Normalization: the runs behind our evidence"
+
+
+def page(found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collection[str]) -> str:
+    """docs/evidence.md; `digits` is the section on the small comparison that needs no download, `drawn` the figures
+    that there are.
+    """
+    return "\n\n".join(
+        [
+            "# Evidence",
+            "Made of the runs in `results/` by `make evidence`, every sentence of it; `make evidence-runs` repeats "
+            "the runs. What is run, and why, was laid down before: see the [protocol](protocol.md). How the paper's "
+            "claims stand is on a page [of its own](claims.md)." + report_link(found),
+            "## When does MBN help, and by how much?",
+            bullets(helps(found)),
+            "## What does it cost?",
+            bullets(costs(found, bench)),
+            "## When is something else better?",
+            bullets(rivals(found)),
+            "## Which norm should I use?",
+            bullets(choices(found)),
+            *(text for study in found.studies for text in section(found, study, drawn)),
+            "## Digits",
+            digits,
+            "## Elsewhere",
+            "- [Norms](norms/README.md): the cost of each, and their errors on digits with the learning rate tuned\n"
+            "- [Records](records.md): single runs on real data, which support no comparison\n"
+            "- [Test record](test-record.md): the last run of all tests\n"
+            "- [The lab](lab.md): how to make such numbers yourself\n\n"
+            "Nothing has been run on a GPU.",
+        ]
+    ) + "\n"
+
+
+def report_link(found: Findings) -> str:
+    return " Every run of it is in [this report](static/report.html)." if found.specs() else ""
+
+
+def bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def scope(study: Study, batch_size: int) -> str:
+    """Where a sentence holds: ResNet-20, batch size 8, 20,000 iterations, learning rate 0.1."""
+    spec = study.at(batch_size)[0].spec
+    tuned = all(arm.rates for arm in study.at(batch_size))
+    rate = "each norm's best learning rate" if tuned else f"learning rate {spec.base_learning_rate:g}"
+    return f"{spec.data}, {spec.model}, batch size {batch_size}, {spec.iterations:,} iterations, {rate}"
+
+
+def pairs(found: Findings) -> list[tuple[str, Found, Found, list[Found]]]:
+    """Every place where MBN-2 and BN stand side by side: what it is, the two, and the arms beside them."""
+    places = []
+    for study in found.studies:
+        for size in study.batch_sizes:
+            arms = found.arms(study, size)
+            by_label = {one.label: one for one in arms}
+            if OURS in by_label and BASE in by_label:
+                others = [one for one in arms if one.label not in (OURS, BASE)]
+                places.append((scope(study, size), by_label[OURS], by_label[BASE], others))
+    return places
+
+
+def failures(*arms: Found) -> str:
+    words = [f"{one.label} diverged in {len(one.diverged)} of {len(one.runs)} seeds" for one in arms if one.diverged]
+    return f"; {', '.join(words)}" if words else ""
+
+
+def helps(found: Findings) -> list[str]:
+    lines = []
+    for where, ours, base, _ in pairs(found):
+        gap = apart(ours, base)
+        told = f"{compared(OURS, BASE, gap)}{failures(ours, base)}"
+        if gap is not None and ours.sample(RECALIBRATED) and base.sample(RECALIBRATED):
+            again = apart(ours, base, RECALIBRATED)
+            told += f". With recalibrated statistics: {compared(OURS, BASE, again)}"
+        lines.append(f"{where}: {told}.")
+    return lines
+
+
+def costs(found: Findings, bench: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for where, ours, base, _ in pairs(found):
+        mine, theirs = ours.cost.step_ms, base.cost.step_ms
+        if mine and theirs:
+            lines.append(f"{where}: a step of {OURS} took {mine / theirs:.2f} times {BASE}'s in these runs.")
+    quiet = [
+        f"{network['model']} at batch size {network['batch_size']} {one['ratio']:.2f}"
+        for network in bench["step"]["networks"]
+        for one in network["arms"]
+        if one["name"] == OURS
+    ]
+    evaluation = geometric_mean([row["eval"]["ratio"] for row in bench["layer"]["shapes"]])
+    lines.append(
+        f"On a quiet machine ({bench['where']['machine']}, {bench['where']['threads']} threads), a step of {OURS} "
+        f"against {BASE}'s: {', '.join(quiet)}; a layer in eval {evaluation:.2f} times {BASE}'s. "
+        "[Performance](performance.md) has the rest."
+    )
+    return lines
+
+
+def rivals(found: Findings) -> list[str]:
+    """Who has less error than MBN-2, corrected for the number of rivals; and BN with recalibrated statistics."""
+    lines = []
+    for where, ours, base, others in pairs(found):
+        gaps = [(one, apart(one, ours)) for one in (base, *others) if one.arm.spec.norm != "mbn"]
+        tested = [(one, gap, gap.p) for one, gap in gaps if gap is not None and gap.p is not None]
+        if not tested:
+            lines.append(f"{where}: {NOT_RUN if not any(gap for _, gap in gaps) else 'one seed, no claim'}.")
+            continue
+        corrected = holm([p for _, _, p in tested])
+        better = [(one, gap) for (one, gap, _), p in zip(tested, corrected, strict=True) if gap.mean < 0 and p < 0.05]
+        names = ", ".join(one.label for one, _, _ in tested)
+        told = "; ".join(compared(one.label, OURS, gap) for one, gap in better)
+        lines.append(f"{where}: {told or f'of {names}, none was found to have less error than {OURS}'}.")
+        again = apart(base, ours, RECALIBRATED, "test_error")
+        if again is not None and again.p is not None:
+            told = compared(f"recalibrated {BASE}", OURS, again)
+            lines.append(f"{where}, {BASE} with recalibrated statistics beside {OURS} as it is: {told}.")
+    return lines
+
+
+def choices(found: Findings) -> list[str]:
+    lines = []
+    for study in found.studies:
+        done = any(one.runs for one in found.arms(study))
+        told = found.verdict(study).headline if done else f"{NOT_RUN}."
+        lines.append(f"{study.title}: {told}")
+    return lines
+
+
+def section(found: Findings, study: Study, drawn: Collection[str]) -> list[str]:
+    arms = found.arms(study)
+    parts = [f"## {study.title}", f"*{study.question}* {study.notes}", table(found, study)]
+    parts += [f"![{title(name, study)}](figures/{name})" for name in names_of(study) if name in drawn]
+    if any(one.runs for one in arms):
+        parts += [" ".join([f"**{found.verdict(study).headline}**", *found.verdict(study).details]), origin(arms)]
+    trials = choice_of_rates(found, study)
+    return parts + ([trials] if trials else [])
+
+
+def title(name: str, study: Study) -> str:
+    return f"{study.title}: {'error against batch size' if name.endswith('-sizes.svg') else 'error over the run'}"
+
+
+def table(found: Findings, study: Study) -> str:
+    beside = any(arm.cell for arm in study.arms)
+    several = len(study.batch_sizes) > 1
+    header = ["arm", *(["batch"] if several else []), "learning rate", "test error in %", f"minus {study.baseline}'s"]
+    header += ["recalibrated", "diverged", "training time", *(["paper"] if beside else [])]
+    rows = [row(found, one, several, beside) for one in found.arms(study)]
+    return "\n".join([_row(header), _row(["---"] * len(header)), *rows])
+
+
+def row(found: Findings, one: Found, several: bool, beside: bool) -> str:
+    spec = one.arm.spec
+    base = found.arm(one.study.name, one.study.baseline, spec.batch_size)
+    gap = apart(one, base) if base and one.label != one.study.baseline else None
+    again, seconds = one.sample(RECALIBRATED), one.seconds
+    printed = one.arm.cell.printed if one.arm.cell else None
+    cells = [
+        one.label,
+        *([str(spec.batch_size)] if several else []),
+        "to be chosen" if one.rate is None else f"{one.arm.run(0, one.rate).base_learning_rate:g}",
+        error_cell(one),
+        gap_text(gap) if gap else "–",
+        again.text if again else "–",
+        f"{len(one.diverged)} of {len(one.runs)}" if one.runs else "–",
+        duration(seconds),
+        *([number(printed) if printed is not None else "–"] if beside else []),
+    ]
+    return _row(cells)
+
+
+def error_cell(one: Found) -> str:
+    sample = one.sample()
+    words = [sample.text] if sample else []
+    if one.missing:
+        words.append(f"{one.missing} of {one.arm.seeds} seeds {NOT_RUN}" if one.runs else NOT_RUN)
+    return ", ".join(words) or "–"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def origin(arms: Sequence[Found]) -> str:
+    """Where the runs were made."""
+    seen = [run.environment for one in arms for run in one.runs]
+
+    def each(name: str) -> str:
+        return ", ".join(sorted({str(where[name]) for where in seen if where.get(name)})) or "unknown"
+
+    days = sorted({str(where["started"])[:10] for where in seen if where.get("started")})
+    span = days[0] if len(set(days)) == 1 else f"{days[0]} to {days[-1]}" if days else "unknown"
+    return (
+        f"Commit {each('commit')}; {each('machine')}; {each('threads')} thread per run; torch {each('torch')}; {span}. "
+        "Differences are paired by seed, with a 95 % interval and a p-value that is not corrected; the sentence in "
+        "bold is."
+    )
+
+
+def choice_of_rates(found: Findings, study: Study) -> str:
+    lines = []
+    for one in found.arms(study):
+        told = []
+        for trial in one.arm.trials(study.holdout):
+            result = found.result(trial)
+            error = None if result is None else (result.get("final") or {}).get("test_error")
+            state = NOT_RUN if result is None else "diverged" if result["status"] == "diverged" else f"{number(error)} %"
+            told.append(f"{trial.base_learning_rate:g}: {state}")
+        if told:
+            lines.append(f"{one.label} {', '.join(told)}")
+    return f"Held-out error by learning rate: {'; '.join(lines)}." if lines else ""
+
+
+def names_of(study: Study) -> list[str]:
+    """The figures that a study can have."""
+    if len(study.batch_sizes) == 1:
+        return [f"{study.name}.svg"]
+    return [f"{study.name}-sizes.svg", *(f"{study.name}-{size}.svg" for size in study.batch_sizes)]
+
+
+def pictures(found: Findings) -> dict[str, str]:
+    """Learning curves of every study, and error against batch size where there are several, by file name."""
+    families = []
+    for study in found.studies:
+        sizes = study.batch_sizes
+        parts = [(f"{study.name}-{size}.svg", found.arms(study, size)) for size in sizes] if len(sizes) > 1 else []
+        last = f"{study.name}-sizes.svg" if len(sizes) > 1 else f"{study.name}.svg"
+        for name, arms in (*parts, (last, found.arms(study))):
+            groups = tuple((one.label, one.group) for one in arms if one.group)
+            if groups:
+                families.append(Family(name, study.title, "", groups, None))
+    drawn = figures.pictures(Page("", (), (), (), tuple(families), (), ()))
+    return {
+        name: plot.standing_alone(picture.panels[0].svg, f"{picture.panels[0].description} {picture.caption}")
+        for name, picture in drawn.items()
+    }
+
+
+def report(found: Findings, root: Any) -> str | None:
+    """The runs behind the evidence as one page of HTML; None without runs."""
+    specs = found.specs()
+    if not specs:
+        return None
+    content = collect([root], title=TITLE, only=specs)
+    return html.render(content, figures.pictures(content))
+
+
+def readme(found: Findings) -> str | None:
+    """README's table and figure; None while BN and MBN-2 have not two seeds each."""
+    study = found.study(FIRST)
+    arms = [one for one in found.arms(study) if one.sample()]
+    counts = {one.label: len(one.errors()) for one in arms}
+    if min(counts.get(OURS, 0), counts.get(BASE, 0)) < 2:
+        return None
+    spec = study.arms[0].spec
+    base = next(one for one in arms if one.label == BASE)
+    rows = []
+    for one in arms:
+        gap = apart(one, base) if one is not base else None
+        rows.append(_row([one.label, error_cell(one), gap_text(gap) if gap else "–"]))
+    where = f"CIFAR-10, {spec.model}, batch size {spec.batch_size}"
+    return "\n".join(
+        [
+            _row([where, "test error in %, mean ± sd", "minus BN's (95 % interval)"]),
+            "|---|---|---|",
+            *rows,
+            "",
+            f"![Error over the run](docs/figures/{names_of(study)[0]})",
+            "",
+            f"{found.verdict(study).headline} ({spec.iterations:,} iterations, the paper's learning rate "
+            f"{spec.base_learning_rate:g} for all; `make evidence-runs` repeats it. [Evidence](docs/evidence.md) has "
+            "each norm at its best learning rate, and the rest.)",
+            "",
+            headline(found),
+        ]
+    )
+
+
+def headline(found: Findings) -> str:
+    """The paper's headline beside ours: the same model and protocol."""
+    told = []
+    for one in found.arms(found.study(HEADLINE)):
+        assert one.arm.cell is not None
+        sample = one.sample()
+        ours = sample.text if sample else "diverged" if one.diverged else NOT_RUN
+        told.append(f"{one.label} {ours} here, {number(one.arm.cell.printed or 0.0)} in the paper")
+    return f"The paper's headline, ResNet-56 at batch size 8 in full length, test error in %: {'; '.join(told)}."
+
+
+def summary(found: Findings) -> str:
+    """One sentence for those who read no further."""
+    ours, base = (found.arm(FIRST, label) for label in (OURS, BASE))
+    gap = apart(ours, base) if ours and base else None
+    if gap is None or gap.p is None:
+        return (
+            "Our own evidence is so far one small data set and shows no certain gain over BN; the paper's tables have "
+            "not been rerun yet, so treat its numbers as its authors' claim."
+        )
+    told = compared(OURS, BASE, gap)
+    where = scope(found.study(FIRST), found.study(FIRST).batch_sizes[0])
+    certain = "" if significant(gap) else " Treat the paper's gain as its authors' claim."
+    return f"In our own runs ({where}), {told}.{certain} They are small networks on one machine."
+
+
+def render(found: Findings, bench: Mapping[str, Any], digits: str, root: Any) -> dict[str, str]:
+    """The files below docs/."""
+    drawn = pictures(found)
+    made = {"evidence.md": page(found, bench, digits, drawn), "claims.md": claims_page.page(Material(found, bench))}
+    made |= {f"figures/{name}": text for name, text in drawn.items()}
+    html_page = report(found, root)
+    return made | ({"static/report.html": html_page} if html_page else {})
+

@@ -1,0 +1,119 @@
+"""docs/protocol.md: the studies in words, made of the list that the queue is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memnorm.lab.compare import TUNING_SEED
+from memnorm.lab.evidence import Arm, Study
+from memnorm.lab.evidence.study import TRIAL_SHARE
+from memnorm.lab.spec import RunSpec
+
+PAPER = RunSpec()
+
+
+def page(studies: Iterable[Study]) -> str:
+    parts = [
+        "# Protocol",
+        "What our [evidence](evidence.md) rests on, laid down before it is run. This page is made of the list in "
+        "`memnorm/lab/evidence/studies.py` by `tools/docs.py`, and `memnorm evidence` makes its queue of the same "
+        "list. The studies test hypotheses; none of them has to come out in favour of MBN.",
+        "## What all runs share",
+        shared(),
+        "## What is compared, and how",
+        comparison(),
+        *(text for number, study in enumerate(studies, 1) for text in section(number, study)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def shared() -> str:
+    steps = ", ".join(f"{one:.0%}" for one in PAPER.milestones).replace("%", " %")
+    return "\n".join(
+        [
+            f"- Data: {PAPER.data}, all training images, augmented by random crops and flips; the test images are used "
+            "for evaluation and choose nothing.",
+            f"- SGD with momentum {PAPER.momentum:g} and weight decay {PAPER.weight_decay:g}; the learning rate is "
+            f"divided by 10 at {steps} of the iterations, where MBN's strength λ grows as well: "
+            f"{', '.join(f'{one:g}' for one in PAPER.strength)}.",
+            "- The result of a run is its *last* evaluation, never its best one.",
+            "- A seed decides the initial weights, the order of the images and their augmentation, and does so in the "
+            "same way for every arm: at a given seed, arms differ in the norm alone.",
+            "- *Recalibrated*: after the last step the running statistics are measured afresh, on so many training "
+            "images that are not augmented, and the test error is taken a second time. The images are the same for "
+            "every run; the weights are not touched. Norms without running statistics have no such number.",
+            "- One thread per run. Seconds are those of training, evaluations left out; runs side by side disturb each "
+            "other's.",
+        ]
+    )
+
+
+def comparison() -> str:
+    return "\n".join(
+        [
+            "- Arms are compared with the study's baseline, at the same batch size, *paired by seed*: the mean of the "
+            "differences, its 95 % interval by Student's t, and the two-sided p-value. Verdicts in words correct the "
+            "p-values for the number of comparisons in the study (Holm). One seed supports no claim.",
+            f"- Where a learning rate is chosen, each arm gets the one with the lowest error on held-out *training* "
+            f"images, in runs of 1/{TRIAL_SHARE} of the iterations with seed {TUNING_SEED}; the larger of equals. A "
+            "trial that diverges is the worst; if all diverge, the least rate is taken.",
+            "- Everything that finished is reported, losers and diverged runs included. A run that diverged has no "
+            "error to average; it is counted beside the mean. What has not been run is shown as such.",
+            "- A number of the paper stands beside ours only for the same model and protocol.",
+        ]
+    )
+
+
+def section(number: int, study: Study) -> list[str]:
+    spec = study.arms[0].spec
+    sizes = ", ".join(map(str, study.batch_sizes))
+    where = f"Model {spec.model}, batch size {sizes}, {spec.evaluations} evaluations. Baseline: {study.baseline}."
+    held_out = f" Learning rates are chosen on {study.holdout:,} held-out images." if _tunes(study) else ""
+    rows = [row(study, arm) for arm in study.arms]
+    return [
+        f"## {number}. {study.title}",
+        f"*{study.question}* (`memnorm evidence {study.name}`)",
+        f"{where}{held_out} {study.notes}",
+        "\n".join(
+            [
+                "| arm | norm | forwards | batch | iterations | learning rate | seeds | recalibrated on | besides |",
+                "|---|---|---|---|---|---|---|---|---|",
+                *rows,
+            ]
+        ),
+        *printed(study),
+    ]
+
+
+def _tunes(study: Study) -> bool:
+    return any(arm.rates for arm in study.arms)
+
+
+def row(study: Study, arm: Arm) -> str:
+    spec = arm.spec
+    rates = ", ".join(f"{rate:g}" for rate in arm.rates)
+    cells = [
+        arm.label,
+        f"`{spec.norm}`",
+        "2" if spec.scheme == "double" else "1",
+        spec.batch_size,
+        f"{spec.iterations:,}",
+        f"best of {rates}" if rates else f"{spec.base_learning_rate:g}",
+        f"0 to {arm.seeds - 1}" if arm.seeds > 1 else "0",
+        f"{spec.recalibrate:,} images" if spec.recalibrate else "–",
+        besides(spec) or "–",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def besides(spec: RunSpec) -> str:
+    """What else differs from the paper's protocol."""
+    found = [f"`{name}={value}`" for name, value in spec.norm_options.items()]
+    if spec.strength != PAPER.strength:
+        found.append("λ " + ", ".join(f"{one:g}" for one in spec.strength))
+    return ", ".join(found)
+
+
+def printed(study: Study) -> list[str]:
+    known = [f"{arm.label} {arm.cell.printed:.2f} %" for arm in study.arms if arm.cell and arm.cell.printed]
+    return [f"The paper prints: {', '.join(known)}."] if known else []
