@@ -63,6 +63,16 @@ def tiny_batch_arms(base: RunSpec) -> tuple[Arm, ...]:
     )
 
 
+def cheaper_arms(base: RunSpec) -> tuple[Arm, ...]:
+    return (
+        arm(base, "mbn", "double", seeds=3),
+        arm(base, "mbn", "double", seeds=3, label="MBN-2, every 4th", every=4),
+        arm(base, "mbn", "double", seeds=3, label="MBN-2, a quarter", fraction=0.25),
+        arm(base, "mbn", seeds=3),
+        arm(base, "bn", seeds=3),
+    )
+
+
 SHORT = RunSpec(model="resnet20", batch_size=8, iterations=20_000, evaluations=10, recalibrate=10_000)
 HEADLINE = RunSpec(model="resnet56", batch_size=8, evaluations=20, recalibrate=10_000)
 LONG = RunSpec(model="resnet8", batch_size=8, evaluations=10, recalibrate=10_000)
@@ -109,6 +119,13 @@ STUDIES = (
         arms=tiny_batch_arms(EQUAL_SAMPLES),
         notes="Every run sees 160,000 images; the learning rate, 0.1 at batch size 8, is proportional to the batch "
         "size and the same for every norm.",
+    ),
+    Study(
+        name="cheaper-second-forward",
+        title="A cheaper second forward",
+        question="What does it cost in accuracy to send only every fourth batch forward again, or a quarter of each?",
+        arms=cheaper_arms(EQUAL_SAMPLES),
+        notes="The baseline is the full second forward; MBN-1 has none. The runs at batch size 8 of the study above.",
     ),
 )
 
