@@ -111,6 +111,8 @@ def besides(spec: RunSpec) -> str:
     found = [f"`{name}={value}`" for name, value in spec.norm_options.items()]
     if spec.strength != PAPER.strength:
         found.append("λ " + ", ".join(f"{one:g}" for one in spec.strength))
+    if (spec.every, spec.fraction) != (PAPER.every, PAPER.fraction):
+        found.append(f"`every={spec.every}`, `fraction={spec.fraction:g}`")
     return ", ".join(found)
 
 
