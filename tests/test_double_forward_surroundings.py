@@ -61,6 +61,27 @@ def seeded():
 
 
 @each_source
+def test_a_model_that_begins_to_draw_late_is_noticed(seeded, draw):
+    seeded()
+    jitter = Jitter(lambda: 1.0)
+    model = transparent_net(jitter)
+    optimizer = sgd(model)
+    memnorm.double_forward(model, optimizer)
+    for step in range(130):
+        if step == 20:
+            jitter.draw = draw
+        train_step(model, optimizer, batch(step))
+    training, again = jitter.drawn[-2:]
+    assert training == again != 1
+    seeded()
+    train_step(model, optimizer, batch(0))
+    after = draw()
+    seeded()
+    draw()
+    assert after == draw(), "the generator goes on as if there had been one forward"
+
+
+@each_source
 def test_the_second_forward_draws_the_numbers_of_the_training_forward(seeded, draw):
     seeded()
     model = transparent_net(Jitter(draw))
