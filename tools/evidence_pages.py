@@ -1,4 +1,4 @@
-"""docs/evidence.md, README's table and the figures, from the records of the studies. Any part of them may be missing."""
+"""docs/evidence.md, README's table and the figures, from the records of the studies. Any of them may be missing."""
 
 from __future__ import annotations
 
@@ -35,31 +35,34 @@ def page(found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collecti
     """docs/evidence.md; `digits` is the section on the small comparison that needs no download, `drawn` the figures
     that there are.
     """
-    return "\n\n".join(
-        [
-            "# Evidence",
-            "Made of the runs in `results/` by `make evidence`, every sentence of it; `make evidence-runs` repeats "
-            "the runs. What is run, and why, was laid down before: see the [protocol](protocol.md). How the paper's "
-            "claims stand is on a page [of its own](claims.md)." + report_link(found),
-            "## When does MBN help, and by how much?",
-            bullets(helps(found)),
-            "## What does it cost?",
-            bullets(costs(found, bench)),
-            "## When is something else better?",
-            bullets(rivals(found)),
-            "## Which norm should I use?",
-            bullets(choices(found)),
-            *(text for study in found.studies for text in section(found, study, drawn)),
-            "## Digits",
-            digits,
-            "## Elsewhere",
-            "- [Norms](norms/README.md): the cost of each, and their errors on digits with the learning rate tuned\n"
-            "- [Records](records.md): single runs on real data, which support no comparison\n"
-            "- [Test record](test-record.md): the last run of all tests\n"
-            "- [The lab](lab.md): how to make such numbers yourself\n\n"
-            "Nothing has been run on a GPU.",
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                "# Evidence",
+                "Made of the runs in `results/` by `make evidence`, every sentence of it; `make evidence-runs` repeats "
+                "the runs. What is run, and why, was laid down before: see the [protocol](protocol.md). How the "
+                "paper's claims stand is on a page [of its own](claims.md)." + report_link(found),
+                "## When does MBN help, and by how much?",
+                bullets(helps(found)),
+                "## What does it cost?",
+                bullets(costs(found, bench)),
+                "## When is something else better?",
+                bullets(rivals(found)),
+                "## Which norm should I use?",
+                bullets(choices(found)),
+                *(text for study in found.studies for text in section(found, study, drawn)),
+                "## Digits",
+                digits,
+                "## Elsewhere",
+                "- [Norms](norms/README.md): the cost of each, and their errors on digits, learning rate tuned\n"
+                "- [Records](records.md): single runs on real data, which support no comparison\n"
+                "- [Test record](test-record.md): the last run of all tests\n"
+                "- [The lab](lab.md): how to make such numbers yourself\n\n"
+                "Nothing has been run on a GPU.",
+            ]
+        )
+        + "\n"
+    )
 
 
 def report_link(found: Findings) -> str:
@@ -79,9 +82,9 @@ def scope(study: Study, batch_size: int) -> str:
 
 
 def pairs(found: Findings) -> list[tuple[str, Found, Found, list[Found]]]:
-    """Every place where MBN-2 and BN stand side by side: what it is, the two, and the arms beside them."""
+    """Every place where MBN-2 is compared with BN: what it is, the two, and the arms beside them."""
     places = []
-    for study in found.studies:
+    for study in (one for one in found.studies if one.baseline == BASE):
         for size in study.batch_sizes:
             arms = found.arms(study, size)
             by_label = {one.label: one for one in arms}
@@ -126,6 +129,21 @@ def costs(found: Findings, bench: Mapping[str, Any]) -> list[str]:
         f"against {BASE}'s: {', '.join(quiet)}; a layer in eval {evaluation:.2f} times {BASE}'s. "
         "[Performance](performance.md) has the rest."
     )
+    return lines + cheaper(found)
+
+
+def cheaper(found: Findings) -> list[str]:
+    """What a part of the second forward saves and costs, where that is a study's question."""
+    lines = []
+    for study in (one for one in found.studies if one.baseline == OURS):
+        for one in found.arms(study):
+            whole = found.arm(study.name, OURS, one.arm.spec.batch_size)
+            if whole is None or one.label == OURS or one.arm.spec.scheme == "single":
+                continue
+            mine, full = one.cost.step_ms, whole.cost.step_ms
+            time = f"a step took {mine / full:.2f} times the full {OURS}'s; " if mine and full else ""
+            where = scope(study, one.arm.spec.batch_size)
+            lines.append(f"{where}, {one.label}: {time}{compared(one.label, OURS, apart(one, whole))}.")
     return lines
 
 
@@ -237,7 +255,9 @@ def choice_of_rates(found: Findings, study: Study) -> str:
         for trial in one.arm.trials(study.holdout):
             result = found.result(trial)
             error = None if result is None else (result.get("final") or {}).get("test_error")
-            state = NOT_RUN if result is None else "diverged" if result["status"] == "diverged" else f"{number(error)} %"
+            state = (
+                NOT_RUN if result is None else "diverged" if result["status"] == "diverged" else f"{number(error)} %"
+            )
             told.append(f"{trial.base_learning_rate:g}: {state}")
         if told:
             lines.append(f"{one.label} {', '.join(told)}")
@@ -342,4 +362,3 @@ def render(found: Findings, bench: Mapping[str, Any], digits: str, root: Any) ->
     made |= {f"figures/{name}": text for name, text in drawn.items()}
     html_page = report(found, root)
     return made | ({"static/report.html": html_page} if html_page else {})
-

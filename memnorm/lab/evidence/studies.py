@@ -125,7 +125,9 @@ STUDIES = (
         title="A cheaper second forward",
         question="What does it cost in accuracy to send only every fourth batch forward again, or a quarter of each?",
         arms=cheaper_arms(EQUAL_SAMPLES),
-        notes="The baseline is the full second forward; MBN-1 has none. The runs at batch size 8 of the study above.",
+        baseline="MBN-2",
+        notes="The baseline is the full second forward; MBN-1 has none. Runs at batch size 8 are shared with the study "
+        "above.",
     ),
 )
 
