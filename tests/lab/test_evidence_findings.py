@@ -1,13 +1,16 @@
 """What is said of the records is what they say, whichever way they point."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from evidencekit import BENCH, found, record, study
 
+from memnorm.lab.evidence import STUDIES
 from memnorm.lab.evidence.claims import JUDGES, Judgement, Material, judge
-from memnorm.lab.evidence.findings import apart, compared, gap_text
+from memnorm.lab.evidence.findings import Findings, apart, compared, gap_text
+from memnorm.lab.store import Store
 from memnorm.lab.tables import CLAIMS
 
 FIRST, LONG, TINY = "small-batch-resnet20", "ablation-resnet8", "tiny-batch-resnet8"
@@ -171,6 +174,16 @@ def test_every_arm_that_a_judge_asks_for_exists(tmp_path):
         assert judged[name].found.count(" points, ") == count, name
     for name in JUDGES:
         assert judged[name].standing != "not tested", name
+
+
+@pytest.mark.parametrize(("others", "wanted"), [([20.1], "held"), ([], "held"), ([25.0, 26.2, 25.4], "not held")])
+def test_that_bn_trains_alike_with_two_forwards_is_exact_and_its_test_error_is_measured(tmp_path, others, wanted):
+    record(tmp_path, LONG, {"BN": [20.0, 21.0, 20.5], "BN-2": others})
+    studies = [replace(one, arms=tuple(replace(arm, seeds=3) for arm in one.arms)) for one in STUDIES]
+    findings = Findings(studies, Store(tmp_path).runs())
+    judged = JUDGES["double-forward-and-bn"](Material(findings, BENCH))
+    assert judged.standing == wanted
+    assert ("BN-2 − BN" in judged.found) == bool(others)
 
 
 def test_every_claim_has_its_lines():
