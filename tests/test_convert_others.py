@@ -130,7 +130,9 @@ def test_a_strength_set_by_a_schedule_outlives_new_options():
 
 
 def test_options_that_are_not_given_stay():
-    layer = memnorm.MemorizedBatchNorm2d(3, memory_size=5, decay=0.8, prior_weight=3.0, prior_from_init=True, shift=False)
+    layer = memnorm.MemorizedBatchNorm2d(
+        3, memory_size=5, decay=0.8, prior_weight=3.0, prior_from_init=True, shift=False
+    )
     new = memnorm.convert(layer, decay=0.7)
     kept = (new.memory_size, new.decay, new.prior_weight, new.prior_from_init, new.shift)
     assert kept == (5, 0.7, 3.0, True, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from memnorm.lab.evidence.claims import Judgement, Material, judge
+from memnorm.lab.evidence.claims import JUDGES, Judgement, Material, judge
 from memnorm.lab.tables import CLAIMS, Claim
 
 ORDER = ("held", "not held", "undecided", "not tested")
@@ -44,5 +44,6 @@ def row(claim: Claim, one: Judgement) -> str:
     lines = f"line{'s' if len(claim.lines) > 1 else ''} {', '.join(map(str, claim.lines))}" if claim.lines else ""
     where = "; ".join(part for part in (claim.where, lines) if part)
     statement = f"{claim.statement} {f'*{claim.remark}*' if claim.remark else ''}".strip()
-    test = one.test or f"would be: {claim.how}"
+    planned = "planned, see the [protocol](protocol.md)" if claim.name in JUDGES else f"would be: {claim.how}"
+    test = one.test or planned
     return f"| {statement} | {where} | {test} | **{one.standing}** | {one.found or '–'} |"

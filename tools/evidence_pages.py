@@ -1,4 +1,4 @@
-"""docs/evidence.md, README's table and the figures, from the records of the studies. Any part of them may be missing."""
+"""docs/evidence.md, README's table and the figures, from the records of the studies. Any of them may be missing."""
 
 from __future__ import annotations
 
@@ -35,31 +35,34 @@ def page(found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collecti
     """docs/evidence.md; `digits` is the section on the small comparison that needs no download, `drawn` the figures
     that there are.
     """
-    return "\n\n".join(
-        [
-            "# Evidence",
-            "Made of the runs in `results/` by `make evidence`, every sentence of it; `make evidence-runs` repeats "
-            "the runs. What is run, and why, was laid down before: see the [protocol](protocol.md). How the paper's "
-            "claims stand is on a page [of its own](claims.md)." + report_link(found),
-            "## When does MBN help, and by how much?",
-            bullets(helps(found)),
-            "## What does it cost?",
-            bullets(costs(found, bench)),
-            "## When is something else better?",
-            bullets(rivals(found)),
-            "## Which norm should I use?",
-            bullets(choices(found)),
-            *(text for study in found.studies for text in section(found, study, drawn)),
-            "## Digits",
-            digits,
-            "## Elsewhere",
-            "- [Norms](norms/README.md): the cost of each, and their errors on digits with the learning rate tuned\n"
-            "- [Records](records.md): single runs on real data, which support no comparison\n"
-            "- [Test record](test-record.md): the last run of all tests\n"
-            "- [The lab](lab.md): how to make such numbers yourself\n\n"
-            "Nothing has been run on a GPU.",
-        ]
-    ) + "\n"
+    return (
+        "\n\n".join(
+            [
+                "# Evidence",
+                "Made of the runs in `results/` by `make evidence`, every sentence of it; `make evidence-runs` repeats "
+                "the runs. What is run, and why, was laid down before: see the [protocol](protocol.md). How the "
+                "paper's claims stand is on a page [of its own](claims.md)." + report_link(found),
+                "## When does MBN help, and by how much?",
+                bullets(helps(found)),
+                "## What does it cost?",
+                bullets(costs(found, bench)),
+                "## When is something else better?",
+                bullets(rivals(found)),
+                "## Which norm should I use?",
+                bullets(choices(found)),
+                *(text for study in found.studies for text in section(found, study, drawn)),
+                "## Digits",
+                digits,
+                "## Elsewhere",
+                "- [Norms](norms/README.md): the cost of each, and their errors on digits, learning rate tuned\n"
+                "- [Records](records.md): single runs on real data, which support no comparison\n"
+                "- [Test record](test-record.md): the last run of all tests\n"
+                "- [The lab](lab.md): how to make such numbers yourself\n\n"
+                "Nothing has been run on a GPU.",
+            ]
+        )
+        + "\n"
+    )
 
 
 def report_link(found: Findings) -> str:
@@ -78,16 +81,21 @@ def scope(study: Study, batch_size: int) -> str:
     return f"{spec.data}, {spec.model}, batch size {batch_size}, {spec.iterations:,} iterations, {rate}"
 
 
+def place(study: Study, batch_size: int) -> str:
+    """The name of a comparison."""
+    return study.title if len(study.batch_sizes) == 1 else f"{study.title}, batch size {batch_size}"
+
+
 def pairs(found: Findings) -> list[tuple[str, Found, Found, list[Found]]]:
-    """Every place where MBN-2 and BN stand side by side: what it is, the two, and the arms beside them."""
+    """Every place where MBN-2 is compared with BN: what it is, the two, and the arms beside them."""
     places = []
-    for study in found.studies:
+    for study in (one for one in found.studies if one.baseline == BASE):
         for size in study.batch_sizes:
             arms = found.arms(study, size)
             by_label = {one.label: one for one in arms}
             if OURS in by_label and BASE in by_label:
                 others = [one for one in arms if one.label not in (OURS, BASE)]
-                places.append((scope(study, size), by_label[OURS], by_label[BASE], others))
+                places.append((place(study, size), by_label[OURS], by_label[BASE], others))
     return places
 
 
@@ -96,24 +104,33 @@ def failures(*arms: Found) -> str:
     return f"; {', '.join(words)}" if words else ""
 
 
+def with_missing(lines: Sequence[str], missing: Sequence[str]) -> list[str]:
+    """What can be said, and in one line what cannot yet."""
+    return [*lines, *([f"{NOT_RUN.capitalize()}: {'; '.join(missing)}."] if missing else [])]
+
+
 def helps(found: Findings) -> list[str]:
-    lines = []
+    lines, missing = [], []
     for where, ours, base, _ in pairs(found):
         gap = apart(ours, base)
-        told = f"{compared(OURS, BASE, gap)}{failures(ours, base)}"
+        if gap is None and not (ours.runs and base.runs):
+            missing.append(where)
+            continue
+        told = f"{compared(OURS, BASE, gap) if gap else 'no claim'}{failures(ours, base)}"
         if gap is not None and ours.sample(RECALIBRATED) and base.sample(RECALIBRATED):
             again = apart(ours, base, RECALIBRATED)
             told += f". With recalibrated statistics: {compared(OURS, BASE, again)}"
-        lines.append(f"{where}: {told}.")
-    return lines
+        lines.append(f"**{where}**: {told}.")
+    return with_missing(lines, missing)
 
 
 def costs(found: Findings, bench: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for where, ours, base, _ in pairs(found):
-        mine, theirs = ours.cost.step_ms, base.cost.step_ms
-        if mine and theirs:
-            lines.append(f"{where}: a step of {OURS} took {mine / theirs:.2f} times {BASE}'s in these runs.")
+    shares = [
+        f"{where} {ours.cost.step_ms / base.cost.step_ms:.2f}"
+        for where, ours, base, _ in pairs(found)
+        if ours.cost.step_ms and base.cost.step_ms
+    ]
+    lines = [f"In the runs below a step of {OURS} took, in steps of {BASE}: {'; '.join(shares)}."] if shares else []
     quiet = [
         f"{network['model']} at batch size {network['batch_size']} {one['ratio']:.2f}"
         for network in bench["step"]["networks"]
@@ -126,37 +143,53 @@ def costs(found: Findings, bench: Mapping[str, Any]) -> list[str]:
         f"against {BASE}'s: {', '.join(quiet)}; a layer in eval {evaluation:.2f} times {BASE}'s. "
         "[Performance](performance.md) has the rest."
     )
-    return lines
+    return lines + cheaper(found)
+
+
+def cheaper(found: Findings) -> list[str]:
+    """What a part of the second forward saves and costs, where that is a study's question."""
+    lines, missing = [], []
+    for study in (one for one in found.studies if one.baseline == OURS):
+        for one in found.arms(study):
+            whole = found.arm(study.name, OURS, one.arm.spec.batch_size)
+            if whole is None or one.label == OURS or one.arm.spec.scheme == "single":
+                continue
+            where, gap = f"{place(study, one.arm.spec.batch_size)}, {one.label}", apart(one, whole)
+            if gap is None:
+                missing.append(where)
+                continue
+            mine, full = one.cost.step_ms, whole.cost.step_ms
+            time = f"a step took {mine / full:.2f} times the full {OURS}'s; " if mine and full else ""
+            lines.append(f"**{where}**: {time}{compared(one.label, OURS, gap)}.")
+    return with_missing(lines, missing)
 
 
 def rivals(found: Findings) -> list[str]:
     """Who has less error than MBN-2, corrected for the number of rivals; and BN with recalibrated statistics."""
-    lines = []
+    lines, missing = [], []
     for where, ours, base, others in pairs(found):
         gaps = [(one, apart(one, ours)) for one in (base, *others) if one.arm.spec.norm != "mbn"]
         tested = [(one, gap, gap.p) for one, gap in gaps if gap is not None and gap.p is not None]
         if not tested:
-            lines.append(f"{where}: {NOT_RUN if not any(gap for _, gap in gaps) else 'one seed, no claim'}.")
+            missing += [where] if not any(gap for _, gap in gaps) else []
+            lines += [f"**{where}**: one seed, no claim."] if any(gap for _, gap in gaps) else []
             continue
         corrected = holm([p for _, _, p in tested])
         better = [(one, gap) for (one, gap, _), p in zip(tested, corrected, strict=True) if gap.mean < 0 and p < 0.05]
         names = ", ".join(one.label for one, _, _ in tested)
         told = "; ".join(compared(one.label, OURS, gap) for one, gap in better)
-        lines.append(f"{where}: {told or f'of {names}, none was found to have less error than {OURS}'}.")
+        lines.append(f"**{where}**: {told or f'of {names}, none was found to have less error than {OURS}'}.")
         again = apart(base, ours, RECALIBRATED, "test_error")
         if again is not None and again.p is not None:
             told = compared(f"recalibrated {BASE}", OURS, again)
-            lines.append(f"{where}, {BASE} with recalibrated statistics beside {OURS} as it is: {told}.")
-    return lines
+            lines.append(f"**{where}**, {BASE} with recalibrated statistics beside {OURS} as it is: {told}.")
+    return with_missing(lines, missing)
 
 
 def choices(found: Findings) -> list[str]:
-    lines = []
-    for study in found.studies:
-        done = any(one.runs for one in found.arms(study))
-        told = found.verdict(study).headline if done else f"{NOT_RUN}."
-        lines.append(f"{study.title}: {told}")
-    return lines
+    done = [study for study in found.studies if any(one.runs for one in found.arms(study))]
+    lines = [f"**{study.title}**: {found.verdict(study).headline}" for study in done]
+    return with_missing(lines, [study.title for study in found.studies if study not in done])
 
 
 def section(found: Findings, study: Study, drawn: Collection[str]) -> list[str]:
@@ -164,7 +197,9 @@ def section(found: Findings, study: Study, drawn: Collection[str]) -> list[str]:
     parts = [f"## {study.title}", f"*{study.question}* {study.notes}", table(found, study)]
     parts += [f"![{title(name, study)}](figures/{name})" for name in names_of(study) if name in drawn]
     if any(one.runs for one in arms):
-        parts += [" ".join([f"**{found.verdict(study).headline}**", *found.verdict(study).details]), origin(arms)]
+        judged = found.verdict(study)
+        told = [text for text in judged.details if " has no result for " not in text]  # the table shows that
+        parts += [" ".join([f"**{judged.headline}**", *told]), origin(arms)]
     trials = choice_of_rates(found, study)
     return parts + ([trials] if trials else [])
 
@@ -237,7 +272,9 @@ def choice_of_rates(found: Findings, study: Study) -> str:
         for trial in one.arm.trials(study.holdout):
             result = found.result(trial)
             error = None if result is None else (result.get("final") or {}).get("test_error")
-            state = NOT_RUN if result is None else "diverged" if result["status"] == "diverged" else f"{number(error)} %"
+            state = (
+                NOT_RUN if result is None else "diverged" if result["status"] == "diverged" else f"{number(error)} %"
+            )
             told.append(f"{trial.base_learning_rate:g}: {state}")
         if told:
             lines.append(f"{one.label} {', '.join(told)}")
@@ -342,4 +379,3 @@ def render(found: Findings, bench: Mapping[str, Any], digits: str, root: Any) ->
     made |= {f"figures/{name}": text for name, text in drawn.items()}
     html_page = report(found, root)
     return made | ({"static/report.html": html_page} if html_page else {})
-

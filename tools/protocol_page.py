@@ -111,8 +111,10 @@ def besides(spec: RunSpec) -> str:
     found = [f"`{name}={value}`" for name, value in spec.norm_options.items()]
     if spec.strength != PAPER.strength:
         found.append("λ " + ", ".join(f"{one:g}" for one in spec.strength))
-    if (spec.every, spec.fraction) != (PAPER.every, PAPER.fraction):
-        found.append(f"`every={spec.every}`, `fraction={spec.fraction:g}`")
+    if spec.every != 1:
+        found.append(f"second forward in every {spec.every}th step")
+    if spec.fraction != 1:
+        found.append(f"second forward with {spec.fraction:.0%} of the batch".replace("%", " %"))
     return ", ".join(found)
 
 

@@ -67,7 +67,9 @@ class RunSpec:
     weight_decay: float = option(1e-4, "of every parameter")
     precision: Literal["float32", "float64", "bfloat16"] = option("float32", "bfloat16 is autocast")
     evaluations: int = option(20, "how often to evaluate, evenly spaced; the last is the headline")
-    recalibrate: int = option(0, "after the last step, also evaluate with statistics measured afresh on this many images")
+    recalibrate: int = option(
+        0, "after the last step, also evaluate with statistics measured afresh on this many images"
+    )
     processes: int = option(1, "that share each batch; torchrun sets it")
     seed: int = option(0, "of initial weights, data order and augmentation, the same for every norm")
 

@@ -45,7 +45,7 @@ def test_every_run_of_every_study_can_be_made(study):
 
 @EVERY
 def test_arms_differ_in_the_norm_and_what_belongs_to_it_alone(study):
-    own = {"norm", "scheme", "norm_options", "strength", "recalibrate"}
+    own = {"norm", "scheme", "every", "fraction", "norm_options", "strength", "recalibrate"}
     if study.name in ("miniature",):
         own.add("learning_rate")  # of the arm that is to diverge
     for size in study.batch_sizes:
@@ -170,6 +170,7 @@ def test_the_number_of_runs_is_the_one_asked_for():
         "headline-resnet56": 2,
         "ablation-resnet8": 9 + 6 + 3,
         "tiny-batch-resnet8": 24,
+        "cheaper-second-forward": 15,
     }
 
 

@@ -1,13 +1,16 @@
 """What is said of the records is what they say, whichever way they point."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from evidencekit import BENCH, found, record, study
 
+from memnorm.lab.evidence import STUDIES
 from memnorm.lab.evidence.claims import JUDGES, Judgement, Material, judge
-from memnorm.lab.evidence.findings import apart, compared, gap_text
+from memnorm.lab.evidence.findings import Findings, apart, compared, gap_text
+from memnorm.lab.store import Store
 from memnorm.lab.tables import CLAIMS
 
 FIRST, LONG, TINY = "small-batch-resnet20", "ablation-resnet8", "tiny-batch-resnet8"
@@ -18,8 +21,12 @@ EQUAL = {"BN": [34.0, 33.0, 34.5, 33.5, 34.0], "MBN-2": [33.6, 33.5, 34.0, 34.0,
 
 
 def claim(name, root) -> Judgement:
-    (one,) = [one for one in CLAIMS if one.name == name]
-    return judge(one, Material(found(root), BENCH))
+    return claims(root)[name]
+
+
+def claims(root) -> dict[str, Judgement]:
+    material = Material(found(root), BENCH)
+    return {one.name: judge(one, material) for one in CLAIMS}
 
 
 def told(root) -> str:
@@ -106,8 +113,9 @@ def test_one_seed_decides_nothing(tmp_path):
 
 
 def test_what_has_not_been_run_is_not_tested(tmp_path):
-    exact = {name for name in JUDGES if claim(name, tmp_path).standing == "held"}
-    assert {one.name for one in CLAIMS if claim(one.name, tmp_path).standing != "not tested"} == exact
+    judged = claims(tmp_path)
+    exact = {name for name in JUDGES if judged[name].standing == "held"}
+    assert {name for name, one in judged.items() if one.standing != "not tested"} == exact
     assert exact >= {"restore-input", "zero-strength-is-bn", "thirty-percent", "same-cost"}
     assert "small-batches" not in exact
 
@@ -147,7 +155,7 @@ def test_costs_are_judged_by_the_bench(tmp_path, ratio, wanted, monkeypatch):
 
 def test_every_judge_has_its_claim_and_every_test_that_is_named_exists(tmp_path):
     assert JUDGES.keys() <= {one.name for one in CLAIMS}
-    named = [name for one in CLAIMS for name in re.findall(r"`(tests/\S+?)`", claim(one.name, tmp_path).test)]
+    named = [name for one in claims(tmp_path).values() for name in re.findall(r"`(tests/\S+?)`", one.test)]
     assert len(named) >= 5
     for name in named:
         path, _, function = name.partition("::")
@@ -161,10 +169,21 @@ def test_every_arm_that_a_judge_asks_for_exists(tmp_path):
     for size in (2, 4):
         record(tmp_path, TINY, {arm.label: [20.0, 21.0] for arm in study(TINY).at(size)}, size)
     expected = {"small-batches": 2, "single-forward-memory": 3, "fixed-strength": 3, "very-small-batches": 2}
+    judged = claims(tmp_path)
     for name, count in expected.items():
-        assert claim(name, tmp_path).found.count(" points, ") == count, name
+        assert judged[name].found.count(" points, ") == count, name
     for name in JUDGES:
-        assert claim(name, tmp_path).standing != "not tested", name
+        assert judged[name].standing != "not tested", name
+
+
+@pytest.mark.parametrize(("others", "wanted"), [([20.1], "held"), ([], "held"), ([25.0, 26.2, 25.4], "not held")])
+def test_that_bn_trains_alike_with_two_forwards_is_exact_and_its_test_error_is_measured(tmp_path, others, wanted):
+    record(tmp_path, LONG, {"BN": [20.0, 21.0, 20.5], "BN-2": others})
+    studies = [replace(one, arms=tuple(replace(arm, seeds=3) for arm in one.arms)) for one in STUDIES]
+    findings = Findings(studies, Store(tmp_path).runs())
+    judged = JUDGES["double-forward-and-bn"](Material(findings, BENCH))
+    assert judged.standing == wanted
+    assert ("BN-2 − BN" in judged.found) == bool(others)
 
 
 def test_every_claim_has_its_lines():

@@ -141,5 +141,7 @@ def carry_out(studies: Sequence[Study], records: Records, now: Plan, arguments: 
             replan=replan,
         )
     counts = {status: sum(one.status == status for one in outcomes) for status in ("finished", "diverged", "failed")}
-    print(", ".join(f"{count} {status}" for status, count in counts.items() if count) + f"; records: {records.kept.root}")
+    print(
+        ", ".join(f"{count} {status}" for status, count in counts.items() if count) + f"; records: {records.kept.root}"
+    )
     return FAILED if counts["failed"] else OK

@@ -1,6 +1,6 @@
 """Our evidence: the studies, written down before they are run, and the queue of runs that they ask for. No torch here.
 
-    study ← studies          study ← queue ← records, the command `memnorm evidence`, tools/evidence_pages.py
+Imports go from `study` to `studies` and to `queue`, from there to `findings` and `claims`; `records` is where runs are.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ STUDIES = (
     ),
     Study(
         name="headline-resnet56",
-        title="The paper's headline, literally",
+        title="The paper's headline, literally: batch size 8, ResNet-56",
         question="Does the headline cell of the paper, ResNet-56 at batch size 8, come out as printed?",
         arms=(
             arm(HEADLINE, "bn", seeds=1, cell=small_batch.TABLE.cell("8", "BN")),
@@ -105,7 +105,7 @@ STUDIES = (
     ),
     Study(
         name="ablation-resnet8",
-        title="Where a gain comes from",
+        title="Where a gain comes from: batch size 8, ResNet-8, full length",
         question="Which part of the method is a gain due to: the memory, the second forward, the shift between the "
         "means, the growing strength λ, or better statistics at inference?",
         arms=ablation_arms(LONG),
@@ -114,7 +114,7 @@ STUDIES = (
     ),
     Study(
         name="tiny-batch-resnet8",
-        title="Batch sizes 2, 4 and 8 with equal samples",
+        title="Batch sizes 2, 4 and 8, ResNet-8, equal samples",
         question="What happens at batch sizes 2 and 4, with and without recalibrated statistics?",
         arms=tiny_batch_arms(EQUAL_SAMPLES),
         notes="Every run sees 160,000 images; the learning rate, 0.1 at batch size 8, is proportional to the batch "
@@ -122,11 +122,12 @@ STUDIES = (
     ),
     Study(
         name="cheaper-second-forward",
-        title="A cheaper second forward",
+        title="A cheaper second forward: batch size 8, ResNet-8",
         question="What does it cost in accuracy to send only every fourth batch forward again, or a quarter of each?",
         arms=cheaper_arms(EQUAL_SAMPLES),
         baseline="MBN-2",
-        notes="MBN-1 has no second forward. The settings are those of the study above at batch size 8.",
+        notes="The baseline is the full second forward; MBN-1 has none. Runs at batch size 8 are shared with the study "
+        "above.",
     ),
 )
 

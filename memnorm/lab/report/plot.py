@@ -36,7 +36,7 @@ WIDTH, HEIGHT = 310.0, 212.0  # points
 LEFT, TOP, BOTTOM, SIZE = 28.0, 22.0, 34.0, 10.5
 LONGEST = 28
 STEPS = (1, 2, 5, 10)
-LETTER = 0.56 * SIZE  # about the width of one
+LETTER, CAPITAL = 0.56 * SIZE, 0.72 * SIZE  # about the width of one
 NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
@@ -75,7 +75,7 @@ def draw(plot: Plot) -> str:
         matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "memnorm", "font.size": SIZE})
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)  # a pixel is a point
         FigureCanvasSVG(figure)
-        right = 10 + LETTER * max([len(legible(line.label)) for line in plot.lines], default=0)
+        right = 10 + max([_width(legible(line.label)) for line in plot.lines], default=0)
         box = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - right) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT)
         axes = figure.add_axes(box)
         for line in plot.lines:
@@ -91,6 +91,10 @@ def legible(label: str) -> str:
     """What can stand at the end of a line: one line of printable characters, not too long."""
     label = " ".join("".join(letter if letter.isprintable() else " " for letter in label).split())
     return label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
+
+
+def _width(label: str) -> float:
+    return sum(CAPITAL if letter.isupper() else LETTER for letter in label)
 
 
 def _colour(name: str) -> str:
