@@ -99,6 +99,7 @@ class DoubleForward:
         self._blind_steps = 0
         self._proven, self._fruitless = False, 0
         self._draws = False  # whether the model was seen to use the generators of Python or numpy
+        self._looks = 0  # training forwards of this and resumed runs
         self._recorded_at_start = _batches_recorded(model)
         self._names = list(named_recorders(model))
         self._take_charge(model)
@@ -138,12 +139,15 @@ class DoubleForward:
         self.remove()
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs to go on alike when `every` or `fraction` is used."""
-        return {"steps": self.steps}
+        """What a resumed run needs to go on alike when `every` or `fraction` is used, or the model draws from the
+        generators of Python or numpy.
+        """
+        return {"steps": self.steps, "looks": self._looks, "draws": int(self._draws)}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on where `state_dict` was taken."""
         self.steps = state_dict["steps"]
+        self._looks, self._draws = state_dict.get("looks", 0), bool(state_dict.get("draws", False))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forget_running()  # a forward that was interrupted
@@ -152,6 +156,7 @@ class DoubleForward:
         if inside_backward() or not (torch.is_grad_enabled() or inside_function()):
             return None
         self._forwards += 1
+        self._looks += 1
         modules = modules_of(module)
         layers: list[Recording] = [
             one for one in modules if isinstance(one, Recording) and one.training and one.recording
@@ -182,7 +187,7 @@ class DoubleForward:
         """Whether to see if this forward draws from the generators of Python or numpy, which few models do and which
         takes long: now and then.
         """
-        return self._forwards <= 8 or self._forwards % 64 == 0
+        return self._looks <= 8 or self._looks % 64 == 0
 
     def _forget_running(self, *_forward: Any) -> None:
         """The forward is over, also if it raised: its layers record again when called by someone else."""

@@ -81,6 +81,29 @@ def test_a_model_that_begins_to_draw_late_is_noticed(seeded, draw):
     assert after == draw(), "the generator goes on as if there had been one forward"
 
 
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+def test_a_run_that_is_resumed_draws_what_an_undisturbed_one_draws(seeded, draw):
+    """Even from a generator that nobody has seen the model use: it is looked at in the same forwards."""
+
+    def trained(stop):
+        seeded()
+        steps, drawn, state = 0, [], None
+        while steps < 70:
+            jitter = Jitter(lambda: 1.0)
+            model = transparent_net(jitter)
+            optimizer = sgd(model)
+            handle = memnorm.double_forward(model, optimizer)
+            if state is not None:
+                handle.load_state_dict(state)
+            for step in range(steps, 70 if steps else stop):
+                jitter.draw = draw if step >= 20 else lambda: 1.0
+                train_step(model, optimizer, batch(step))
+            steps, drawn, state = step + 1, drawn + jitter.drawn, handle.state_dict()
+        return drawn
+
+    assert trained(30) == trained(70)
+
+
 @each_source
 def test_the_second_forward_draws_the_numbers_of_the_training_forward(seeded, draw):
     seeded()

@@ -4,6 +4,7 @@
 #include "tensors.h"
 
 #include <exception>
+#include <new>
 
 #include "record.h"
 #include "work.h"

@@ -69,6 +69,7 @@ def takes(x: Tensor, dtype: torch.dtype) -> bool:
         and x.layout is torch.strided
         and x.numel() > 0
         and not x.is_neg()
+        and not x._is_zerotensor()
         and module() is not None
     )
 
@@ -104,7 +105,12 @@ def backward_at_once(
 
 def is_gradient(grad_y: Tensor) -> bool:
     """Whether `grad_y` is one dense gradient."""
-    return type(grad_y) is Tensor and not is_legacy_batchedtensor(grad_y) and grad_y.layout is torch.strided
+    return (
+        type(grad_y) is Tensor
+        and not is_legacy_batchedtensor(grad_y)
+        and grad_y.layout is torch.strided
+        and not grad_y._is_zerotensor()
+    )
 
 
 def readable(vector: Tensor, dtype: torch.dtype) -> bool:
@@ -139,12 +145,12 @@ def forward(
     y, saved = torch.empty_like(data), bytearray((6 * c + 1) * dtype.itemsize)
     memory.function(
         *sizes,
-        data.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
+        _address(data),
+        _address(weight),
+        _address(bias),
+        _address(residual),
         rectify,
-        y.data_ptr(),
+        _address(y),
         eps,
         saved,
         *memory.arguments(recording),
@@ -195,20 +201,30 @@ def backward(
         weight = _vector(weight, c, dtype)
     module().backward(
         *sizes,
-        data.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        grad_y.data_ptr(),
-        0 if y is None else y.data_ptr(),
-        0 if grad_x is None else grad_x.data_ptr(),
-        0 if grad_residual is None else grad_residual.data_ptr(),
+        _address(data),
+        _address(weight),
+        _address(grad_y),
+        _address(y),
+        _address(grad_x),
+        _address(grad_residual),
         saved,
-        grad_weight.data_ptr(),
-        grad_bias.data_ptr(),
+        _address(grad_weight),
+        _address(grad_bias),
     )
     if data is not x:
         grad_x = None if grad_x is None else grad_x.to(x.dtype)
         grad_residual = None if grad_residual is None else grad_residual.to(x.dtype)
     return grad_x, grad_weight, grad_bias, grad_residual
+
+
+def _address(tensor: Tensor | None) -> int:
+    """Of the first value; 0 without a tensor. One that has values but no address would crash the process."""
+    if tensor is None:
+        return 0
+    address = tensor.data_ptr()
+    if not address:
+        raise InputError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed")
+    return address
 
 
 def _like(tensor: Tensor, data: Tensor, memory_format: Any) -> Tensor:
@@ -255,7 +271,7 @@ class Reading:
     def __init__(self, mean: Tensor, var: Tensor, weight: float) -> None:
         self.function, self.dtype, self.channels = module().forward, mean.dtype, mean.numel()
         self._kept = mean, var.to(mean).expand_as(mean).contiguous()
-        self._arguments = (*(one.data_ptr() for one in self._kept), weight)
+        self._arguments = (*map(_address, self._kept), weight)
 
     def arguments(self, recording: bool) -> tuple[Any, ...]:
         return self._arguments
@@ -290,10 +306,13 @@ class Memory:
         self.buffers = [buffers[name] for name in self.NAMES]
         self.strength = buffers["strength"]
         self.addresses = [buffers[name].data_ptr() for name in self.NAMES_OF_ALL]
+        # With their storages alive, these addresses are nobody else's, whatever becomes of the tensors.
+        self._held = [buffers[name].detach() for name in self.NAMES_OF_ALL]
         self.dtype, self.channels = self.buffers[0].dtype, self.buffers[0].numel()
         self.slots = buffers["memory_mean"].shape
         self.function: Any = getattr(module(), "train", None)
         self.handle: Any = None  # with which `train_layer` looks at a layer by itself
+        self._held_of_handle: list[Tensor] = []
         self._arguments = (*self.addresses, self.slots[0], *rules)
 
     def arguments(self, recording: bool) -> tuple[Any, ...]:
@@ -306,17 +325,20 @@ class Memory:
     def still(self, buffers: Mapping[str, Any], rules: Rules) -> bool:
         """Whether it still is where it was, under the same rules."""
         return (
-            [buffers[name].data_ptr() for name in self.NAMES_OF_ALL] == self.addresses
+            all(buffers[name] is one for name, one in zip(self.NAMES, self.buffers, strict=True))
+            and [buffers[name].data_ptr() for name in self.NAMES_OF_ALL] == self.addresses
             and buffers["memory_mean"].shape == self.slots
             and rules == self.rules
         )
 
     def grasp(self, buffers: Any, parameters: Mapping[str, Any]) -> None:
         """Let the compiled module look for itself from now on, if the parameters are such that it can."""
+        self.handle, self._held_of_handle = None, []
         vectors = [parameters.get(name, False) for name in ("weight", "bias")]
         fits = all(one is None or self._is_parameter(one) for one in vectors)
-        if fits and (vectors[0] is not None or vectors[1] is None):
+        if fits and (vectors[0] is not None or vectors[1] is None) and isinstance(parameters, dict):
             written, wide = tuple(self.buffers), self.dtype is torch.float64
+            self._held_of_handle = [one.detach() for one in vectors if one is not None]
             self.handle = module().know(buffers, parameters, wide, self.channels, self.slots[0], written)
 
     def _is_parameter(self, vector: Any) -> bool:
@@ -336,6 +358,7 @@ class Memory:
         return (
             self.function is not None
             and [one.numel() for one in self.buffers] == [c, c, 1, 1, k * c, k * c, k]
+            and all(self.addresses[: 8 if k else 5])
             and all(readable(one, dtypes.get(name, self.dtype)) and not one.is_inference() for name, one in named)
         )
 

@@ -31,7 +31,7 @@ struct Torch {
     PyObject *observers;      // functions, each of which answers whether someone looks at operations
     PyObject *forward_ad;     // a module that knows the level of forward-mode AD
     PyObject *grad_enabled, *forward_grad_enabled, *running_backward, *saved_hooks;  // functions
-    PyObject *data_ptr, *shape, *dtype, *layout, *is_cpu, *is_neg, *is_contiguous, *stride, *numel, *current_level;  // names
+    PyObject *data_ptr, *shape, *dtype, *layout, *is_cpu, *is_neg, *is_contiguous, *stride, *numel, *nbytes, *current_level;  // names
 };
 static Torch torch;
 
@@ -43,9 +43,9 @@ inline bool introduce(PyObject *const *given) {
         Py_INCREF(*given);
         *object = *given++;
     }
-    const char *words[] = {"data_ptr", "shape", "dtype", "layout", "is_cpu", "is_neg", "is_contiguous", "stride", "numel", "_current_level"};
+    const char *words[] = {"data_ptr", "shape", "dtype", "layout", "is_cpu", "is_neg", "is_contiguous", "stride", "numel", "nbytes", "_current_level"};
     PyObject **names[] = {&torch.data_ptr, &torch.shape, &torch.dtype, &torch.layout, &torch.is_cpu, &torch.is_neg,
-        &torch.is_contiguous, &torch.stride, &torch.numel, &torch.current_level};
+        &torch.is_contiguous, &torch.stride, &torch.numel, &torch.nbytes, &torch.current_level};
     for (std::size_t i = 0; i < sizeof(words) / sizeof(*words); i++)
         if (!(*names[i] = PyUnicode_InternFromString(words[i]))) return false;
     return true;
@@ -88,6 +88,11 @@ inline void *address(PyObject *tensor) {
 }
 
 inline bool has_dtype(PyObject *tensor, int64_t kind) { return attribute(tensor, torch.dtype).object == torch.dtypes[kind]; }
+
+inline bool has_bytes(PyObject *tensor, int64_t count) {
+    Ref number = attribute(tensor, torch.nbytes);
+    return number && PyLong_AsLongLong(number.object) == count;
+}
 
 inline bool has_values(PyObject *tensor, int64_t count) {
     Ref number = call(tensor, torch.numel);

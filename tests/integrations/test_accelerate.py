@@ -70,7 +70,7 @@ def test_a_state_saved_by_accelerate_resumes_schedule_and_counter(tmp_path):
     accelerator.save_state(str(tmp_path))
     accelerator, model, optimizer, loader, handle = prepared(**options)
     accelerator.load_state(str(tmp_path))
-    assert handle.state_dict()["double_forward"] == {"steps": 3}
+    assert handle.state_dict()["double_forward"]["steps"] == 3
     train(accelerator, model, optimizer, accelerator.skip_first_batches(loader, 3), handle)
     assert_same_state(model, straight)
 

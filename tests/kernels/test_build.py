@@ -88,12 +88,24 @@ def test_a_source_distribution_holds_everything_the_kernels_are_built_from(sourc
 
 
 EXERCISE = """
-import itertools, sys
+import collections, itertools, sys
 import torch
+from torch import nn
 sys.path.insert(0, sys.argv[1])
 import memnorm
 from memnorm.kernels import cpu
-assert cpu.module().__file__.startswith(sys.argv[1]), cpu.module().__file__
+kernels = cpu.module()
+assert kernels.__file__.startswith(sys.argv[1]), kernels.__file__
+looks = collections.Counter()
+def watched(name):
+    function = getattr(kernels, name)
+    def call(*arguments):
+        found = function(*arguments)
+        looks[name, found is not None] += 1
+        return found
+    setattr(kernels, name, call)
+for name in ("know", "train_layer", "backward_layer"):
+    watched(name)
 layers = {2: memnorm.MemorizedBatchNorm1d, 3: memnorm.MemorizedBatchNorm1d, 4: memnorm.MemorizedBatchNorm2d,
           5: memnorm.MemorizedBatchNorm3d}
 last = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -113,6 +125,43 @@ for shape, dtype, threads, size in itertools.product(shapes, kinds, (1, 2, 16), 
         for options in ({}, {"activation": "relu"}, {"activation": "relu", "residual": residual}):
             layer(y, **options).pow(2).sum().backward()
     assert layer.num_batches_tracked == 6
+usual = looks["train_layer", True], looks["backward_layer", True]
+assert min(usual) > 500 and looks["train_layer", False] and looks["know", True], looks
+
+# What each look must survive: parameters that go, change or are frozen, arguments of other kinds, a layer that dies.
+def without(layer, weight, bias):
+    layer.weight = layer.weight if weight else None
+    layer.bias = layer.bias if bias else None
+def cut(layer, size):
+    for buffer in (layer.memory_mean, layer.memory_var, layer.memory_count):
+        buffer.resize_(size, *buffer.shape[1:])
+    layer.memory_size = size
+changes = [lambda layer, w=w, b=b: without(layer, w, b) for w in (False, True) for b in (False, True)]
+changes += [lambda layer, w=w, b=b: (layer.weight.requires_grad_(w), layer.bias.requires_grad_(b))
+            for w in (False, True) for b in (False, True)]
+changes += [lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(5))),
+            lambda layer: layer.half(),
+            lambda layer: layer.weight.data.resize_(2).resize_(5),
+            lambda layer: cut(layer, 2),
+            lambda layer: layer.running_mean.data.set_(torch.zeros(5)),
+            lambda layer: delattr(layer, "weight")]
+for change, grad, residual in itertools.product(changes, (False, True), (None, torch.randn(4, 5, 3, 3))):
+    layer = memnorm.MemorizedBatchNorm2d(5, memory_size=3)
+    for step in range(4):
+        if step == 2:
+            change(layer)
+        x = torch.randn(4, 5, 3, 3, requires_grad=grad)
+        try:
+            y = layer(x, activation=residual is not None and "relu" or None, residual=residual)
+        except AttributeError:  # without a weight
+            continue
+        if y.requires_grad:
+            torch.autograd.backward(y, torch.randn(4, 5, 3, 3))
+for arguments in ([None] * 6, [{}, {}, True, 1, 1, ()], [{"strength": 1}, {}, True, 1, 1, ()]):
+    try:
+        kernels.know(*arguments)
+    except (TypeError, KeyError, AttributeError):
+        pass
 print("done")
 """
 
