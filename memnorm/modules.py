@@ -1,10 +1,11 @@
-"""Walking through a model."""
+"""Walking through a model, and what an optimizer does to it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from torch import nn
+from torch.optim import Optimizer
 
 
 def modules_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -17,3 +18,15 @@ def modules_of(model: nn.Module) -> Iterator[nn.Module]:
             seen.add(module)
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
             yield module
+
+
+def trains(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether the optimizer holds a parameter of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def has_skipped(optimizer: Optimizer) -> bool:
+    """Whether the step that is now over moved nothing: a `GradScaler` leaves it to fused optimizers to skip."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
