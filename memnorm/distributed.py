@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memnorm.collective import companions, gathered
+from memnorm.collective import Some, companions, gathered
 from memnorm.errors import DTypeError, MemnormError, NothingToRecord, OptionError, check_module
 from memnorm.functional import Moments, pool
 from memnorm.layers import MemorizedBatchNorm
@@ -66,7 +66,7 @@ def broadcast_memory(model: nn.Module, source: int = 0, *, group: Any = None) ->
     statistics, the remembered batches and the strength.
     """
     check_module(model, "broadcast_memory")
-    together = companions(True) if group is None else group
+    together = _companions(group)
     if together is None:
         return
     buffers = [buffer for layer in _layers(model).values() for buffer in layer._buffers.values() if buffer is not None]
@@ -79,7 +79,7 @@ def broadcast_memory(model: nn.Module, source: int = 0, *, group: Any = None) ->
             buffer.copy_(part.view_as(buffer))
 
 
-def exchange_memory(model: nn.Module, optimizer: Optimizer, *, group: Any = None) -> Exchange:
+def exchange_memory(model: nn.Module, optimizer: Optimizer, *, group: Any = None, max_waiting: int = 1024) -> Exchange:
     """Let every process remember what all of them have recorded; the training loop stays as it is.
 
         model = DistributedDataParallel(memnorm.convert(model))
@@ -95,13 +95,14 @@ def exchange_memory(model: nn.Module, optimizer: Optimizer, *, group: Any = None
     Args:
         model: the module that the loop trains, wrapped or not.
         optimizer: of several, the one that steps last. It must step equally often in every process.
-        group: the processes; all of them by default.
+        group: the processes; all of them by default. A process outside the group remembers its own batches.
+        max_waiting: batches that a layer records without a step after which something must be wrong.
 
     Returns:
         A handle with `exchange()`, for loops that record after the step by hand, and `remove()`; also usable in a
         `with` statement. Copies and pickles of the model do not carry it.
     """
-    return Exchange(model, optimizer, group)
+    return Exchange(model, optimizer, group, max_waiting)
 
 
 class Waiting(list[Moments]):
@@ -111,18 +112,31 @@ class Waiting(list[Moments]):
         super().__init__()
         self.handle = handle
 
+    def append(self, batch: Moments) -> None:
+        if len(self) >= self.handle.max_waiting:
+            self.clear()
+            raise MemnormError(
+                f"exchange_memory: a layer has recorded {self.handle.max_waiting} batches without a step of the "
+                "optimizer, so none of them is remembered. If another optimizer trains the model now, remove() the "
+                "handle and attach that one; if so many batches belong to a step, raise max_waiting."
+            )
+        super().append(batch)
+
 
 class Exchange:
     """The handle of `exchange_memory`."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, group: Any) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, group: Any, max_waiting: int) -> None:
         check_module(model, "exchange_memory")
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            raise DTypeError(f"exchange_memory: expected a torch.optim.Optimizer; got {type(optimizer).__name__}")
+            raise DTypeError(
+                f"exchange_memory: expected a torch.optim.Optimizer; got {type(optimizer).__name__}. Of a wrapper, "
+                "pass the optimizer inside."
+            )
         layers = [layer for layer in _layers(model).values() if layer.running_mean is not None]
         _check_layers(model, layers)
         broadcast_memory(model, group=group)
-        self.group, self._model = group, weakref.ref(model)
+        self.group, self.max_waiting, self._model = group, max_waiting, weakref.ref(model)
         for layer in layers:
             vars(layer)["_outgoing"] = Waiting(self)
         self._after = optimizer.register_step_post_hook(lambda *_: self.exchange())
@@ -142,7 +156,7 @@ class Exchange:
             )
         device = layers[0].running_mean.device
         flat = torch.cat([_packed(layer).to(device) for layer in layers])
-        group = companions(True) if self.group is None else self.group
+        group = _companions(self.group)
         everyones_RV = flat[None] if group is None else gathered(flat, group)
         sizes = [2 * layer.num_features + 2 for layer in layers]
         for layer, part_RV in zip(layers, everyones_RV.split(sizes, dim=1), strict=True):
@@ -180,8 +194,17 @@ def _check_layers(model: nn.Module, layers: list[MemorizedBatchNorm]) -> None:
             "exchange_memory: the layers were converted with sync, so every process remembers the joint batch already. "
             "Convert with sync=False, or leave out the exchange."
         )
+    if any(layer.momentum is None for layer in layers):
+        raise OptionError(
+            "exchange_memory: layers with momentum=None average all batches since the reset at once, and have nothing "
+            "to share after a step. Set momentum to a number, whichever, or leave out the exchange."
+        )
     if any(layer._outgoing is not None for layer in layers):
         raise MemnormError("exchange_memory: the model's memory is exchanged already; remove() that handle first")
+
+
+def _companions(group: Any) -> Any:
+    return companions(True if group is None else Some(group))
 
 
 def _packed(layer: MemorizedBatchNorm) -> Tensor:

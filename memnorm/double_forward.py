@@ -34,7 +34,7 @@ from memnorm.errors import (
     warn,
 )
 from memnorm.layers import Recording
-from memnorm.modules import modules_of
+from memnorm.modules import has_skipped, modules_of, trains
 from memnorm.recompute import inside_backward, inside_function
 from memnorm.replay import Surroundings, named_recorders, nothing_records, recorders, replay, switch
 from memnorm.stripped import check_kept
@@ -262,8 +262,7 @@ class DoubleForward:
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._forwards_since_step = 0
-        found_inf = getattr(optimizer, "found_inf", None)  # how a GradScaler tells a fused optimizer to skip
-        if found_inf is not None and bool(found_inf):
+        if has_skipped(optimizer):
             self._pending = []
             return
         if inside_backward():  # a step as gradients arrive: the callback would come too late
@@ -406,9 +405,8 @@ def _check_arguments(model: nn.Module, optimizers: list[Any], every: int, fracti
     check_module(model, "double_forward")
     if not any(getattr(layer, "running_mean", True) is not None for layer in recorders(model)):
         raise NothingToRecord(f"double_forward: {nothing_records(model)}")
-    own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if not trains(optimizer, model):
             raise OptionError(
                 f"double_forward: the {type(optimizer).__name__} holds no parameter of {type(model).__name__}; pass "
                 "the optimizer that trains it"

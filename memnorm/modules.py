@@ -1,8 +1,9 @@
-"""Walking through a model."""
+"""Walking through a model, and what an optimizer does to it."""
 
 from __future__ import annotations
 
 from torch import nn
+from torch.optim import Optimizer
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -16,3 +17,15 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
             if module._modules:
                 waiting.extend(reversed(module._modules.values()))
     return list(found)
+
+
+def trains(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether the optimizer holds a parameter of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def has_skipped(optimizer: Optimizer) -> bool:
+    """Whether the step that is now over moved nothing: a `GradScaler` leaves it to fused optimizers to skip."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)

@@ -192,6 +192,7 @@ def test_torchs_tools_that_accumulate_statistics_write_at_once():
     [
         (small_net(), NothingToRecord, "Sequential has no memorized layer"),
         (memnorm.convert(small_net(), sync=True), OptionError, "converted with sync"),
+        (memnorm.convert(nn.Sequential(nn.BatchNorm1d(3, momentum=None))), OptionError, "momentum=None"),
     ],
 )
 def test_what_cannot_be_exchanged_is_refused(net, error, message):
@@ -203,6 +204,16 @@ def test_one_exchange_is_enough():
     net, optimizer, _ = exchanged()
     with pytest.raises(MemnormError, match="exchanged already"):
         exchange_memory(net, optimizer)
+
+
+def test_an_exchange_whose_optimizer_no_longer_steps_is_reported():
+    net = nn.Sequential(Layer(3), nn.Linear(3, 1))
+    exchange_memory(net, sgd(net), max_waiting=3)
+    other = sgd(net)
+    for step in range(3):
+        train_step(net, other, batch(step))
+    with pytest.raises(MemnormError, match=r"recorded 3 batches without a step .* remove\(\) the handle"):
+        train_step(net, other, batch(3))
 
 
 def test_the_second_argument_is_an_optimizer():

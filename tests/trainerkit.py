@@ -62,9 +62,17 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def plain_loop(*, accumulate: int = 1, dtype: torch.dtype | None = None, schedule: Any = None, **options: Any) -> Any:
+def plain_loop(
+    *,
+    accumulate: int = 1,
+    dtype: torch.dtype | None = None,
+    schedule: Any = None,
+    dropout: float = 0.25,
+    **options: Any,
+) -> Any:
     """The loop that a user would write by hand. Dropout draws from torch's generator, seeded here."""
     model = segmenter()
+    model.depth[2].p = dropout
     torch.manual_seed(7)
     optimizer = sgd(model)
     memnorm.double_forward(model, optimizer, **options)

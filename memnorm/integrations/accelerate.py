@@ -6,7 +6,7 @@ attach(accelerator, model, optimizer, total_steps)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -20,7 +20,7 @@ from memnorm.integrations.attach import DEFAULTS, Attachment
 def attach(
     accelerator: Accelerator,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     total_steps: int,
     *,
     double_forward: Mapping[str, Any] | None = DEFAULTS,
@@ -34,7 +34,7 @@ def attach(
     Args:
         accelerator: the one that prepared model and optimizer.
         model: what `prepare` returned.
-        optimizer: what `prepare` returned.
+        optimizer: what `prepare` returned; several optimizers of the model as a list.
         total_steps: optimizer steps in the whole training.
         double_forward: options of `memnorm.double_forward`; None for no second forward.
         schedule: options of `memnorm.StrengthSchedule`; None leaves the strength alone.
@@ -42,8 +42,11 @@ def attach(
     Returns:
         A handle with `remove()`.
     """
-    inner, scaler = inside(optimizer)
-    attached = Attachment(model, [inner], total_steps, double_forward=double_forward, schedule=schedule, scaler=scaler)
+    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers, scalers = zip(*map(inside, several), strict=True)
+    attached = Attachment(
+        model, optimizers, total_steps, double_forward=double_forward, schedule=schedule, scaler=scalers[0]
+    )
     accelerator.register_for_checkpointing(attached)
     return attached
 

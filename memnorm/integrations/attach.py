@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -11,9 +10,10 @@ from torch.optim import Optimizer
 
 from memnorm.double_forward import DoubleForward
 from memnorm.double_forward import double_forward as send_twice
+from memnorm.modules import has_skipped
 from memnorm.schedule import StrengthSchedule
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType({})
+DEFAULTS: Mapping[str, Any] = {}
 
 
 class Attachment:
@@ -44,8 +44,8 @@ class Attachment:
             self.double_forward = send_twice(model, list(optimizers), scaler=scaler, **double_forward)
         self._hook = optimizers[0].register_step_post_hook(self._after_step)
 
-    def _after_step(self, *_step: Any) -> None:
-        if self.schedule is not None:
+    def _after_step(self, optimizer: Optimizer, *_step: Any) -> None:
+        if self.schedule is not None and not has_skipped(optimizer):
             self.schedule.step()
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from memnorm.distributed import keep_local
 from memnorm.integrations.attach import DEFAULTS, Attachment
+from memnorm.modules import trains
 
 
 class MemnormCallback(Callback):
@@ -38,10 +40,18 @@ class MemnormCallback(Callback):
         self.attached: Attachment | None = None
         self._state: dict[str, Any] = {}
 
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(module=self.module)  # one callback for each of several networks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        keep_local(pl_module)  # which Lightning is about to wrap in DistributedDataParallel, if it does
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        module = pl_module.get_submodule(self.module)
         self.attached = Attachment(
-            pl_module.get_submodule(self.module),
-            trainer.optimizers,
+            module,
+            [one for one in trainer.optimizers if trains(one, module)] or trainer.optimizers,
             self.total_steps or trainer.estimated_stepping_batches,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             **self.options,

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from memnorm.integrations.accelerate import inside
 from memnorm.integrations.attach import DEFAULTS, Attachment
+
+# A training that raises ends without an event, and what it attached stays: the model's next training removes it.
+_last: WeakKeyDictionary[nn.Module, ref[Attachment]] = WeakKeyDictionary()
 
 
 class MemnormCallback(TrainerCallback):
@@ -36,17 +41,17 @@ class MemnormCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._detach()  # of a training that raised
-        optimizer, scaler = inside(kwargs["optimizer"])
-        self.attached = Attachment(kwargs["model"], [optimizer], state.max_steps, scaler=scaler, **self.options)
+        model, (optimizer, scaler) = kwargs["model"], inside(kwargs["optimizer"])
+        for left in (self.attached, _last[model]() if model in _last else None):
+            if left is not None:
+                left.remove()
+        self.attached = Attachment(model, [optimizer], state.max_steps, scaler=scaler, **self.options)
         self.attached.skip_to(state.global_step)
+        _last[model] = ref(self.attached)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
         if self.attached is not None:
             self.attached.remove()
             self.attached = None

@@ -42,7 +42,7 @@ OWN_ATTRIBUTES = {
 
 
 class MemorizedBatchNormNd(MemorizedBatchNorm2d):
-    """In place of a layer that takes data of any rank, such as SyncBatchNorm. Its moments are this process's own."""
+    """In place of a layer that takes data of any rank, such as SyncBatchNorm."""
 
     ranks: tuple[int, ...] = ()  # of the data seen last
     _rank: int | None = None

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rankkit import collectives_of, loss, main, net, own_part, sgd, state_of, trajectory, wrapped
-from support import images, leaf, randn, small_net
+from rankkit import collectives_of, even_part, loss, main, net, own_part, sgd, state_of, trajectory, wrapped
+from support import leaf, randn, small_net
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -21,12 +21,6 @@ def plain() -> list[Any]:
     """DDP as it is: no option of ours, none of its own. One batch size for all, so that nobody's is empty."""
     model = wrapped(net())
     return trajectory(model, sgd(model), even_part)
-
-
-def even_part(step: int) -> tuple[Tensor, Tensor, float]:
-    rank = dist.get_rank()
-    x = images(4, seed=100 * rank + step, dtype=torch.float64) + rank
-    return x, torch.arange(4) % 5, 1 / 4
 
 
 def joint_single() -> list[Any]:
@@ -69,6 +63,7 @@ def collectives() -> dict[str, dict[str, int]]:
             exchange_memory(model, optimizer)
         trajectory(model, optimizer, even_part, steps=2)  # DDP settles its buckets
         found[mode] = collectives_of(lambda m=model, o=optimizer: trajectory(m, o, even_part, steps=1))
+        found[f"forward of {mode}"] = collectives_of(lambda m=model: m(even_part(0)[0]))
     return found
 
 
@@ -145,6 +140,32 @@ def group_of_two() -> dict[str, Any]:
     return {"state": state_of(layer), "pickled": torch.load(file, weights_only=False).sync}
 
 
+def exchanged_in_groups() -> dict[str, Any]:
+    """Those outside a group, and those alone in one, remember their own batches."""
+    found = {}
+    for members in ([0, 1], [0]):
+        layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64)
+        optimizer = sgd(layer)
+        exchange_memory(layer, optimizer, group=dist.new_group(members))
+        layer(odd_part(dist.get_rank()))
+        optimizer.step()
+        found[str(members)] = state_of(layer)
+    return found
+
+
+def narrow() -> dict[str, Any]:
+    """Joint layers on bfloat16 and float16 data."""
+    found = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        layer = memnorm.MemorizedBatchNorm2d(3, sync=True)
+        x = odd_part(dist.get_rank()).to(dtype).requires_grad_()
+        with torch.autocast("cpu", dtype=dtype):
+            y = layer(x)
+        y.float().square().sum().backward()
+        found[str(dtype)] = {"output": y.detach(), "gradient": x.grad, "state": state_of(layer)}
+    return found
+
+
 def scant() -> list[str]:
     """What every process hears of a joint batch with nothing in it, and with a single value."""
     layer = memnorm.MemorizedBatchNorm1d(3, sync=True)
@@ -187,7 +208,7 @@ def spoilt() -> dict[str, Tensor]:
 PROGRAMS = (
     *(plain, joint_single, joint_double, exchanged_single, exchanged_double, collectives),
     *(accumulated_joint, accumulated_exchange, second_derivative, checkpointed, group_of_two, scant),
-    *(without_statistics, handed_out, spoilt),
+    *(without_statistics, handed_out, spoilt, exchanged_in_groups, narrow),
 )
 
 if __name__ == "__main__":

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rankkit import leave, net, own_part, sgd, state_of, trajectory, wrapped
-from ranks import even_part
+from rankkit import even_part, leave, net, own_part, sgd, state_of, trajectory, wrapped
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import memnorm
 from memnorm.distributed import exchange_memory
 
 STEPS = 8
+OF_RANK_0 = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # else each tensor is any process's
 
 
 def snapshot(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Of what all processes have alike, rank 0's is saved; their memories may differ, so each has a key of its own."""
+    """What is under the same key in all processes is saved by rank 0; memories may differ, so each has a key too."""
     weights, moments = get_state_dict(model, optimizer)
     memory = {name: buffer.clone() for name, buffer in model.module.named_buffers()}  # not what "model" is loaded into
     return {"model": weights, "optimizer": moments, f"memory of rank {dist.get_rank()}": memory}
@@ -54,8 +54,11 @@ def main(folder: Path, mode: str, dies_after: int) -> None:
         trajectory(model, optimizer, lambda _, step=step: part(step), steps=1)
         if dist.get_rank() == 1 and step == dies_after and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
-        dcp.save(snapshot(model, optimizer), checkpoint_id=folder / f"step-{step + 1:02}")
-    torch.save({"state": state_of(model), "resumed at": done}, folder / f"{dist.get_rank()}.pt")
+        dcp.save(snapshot(model, optimizer), checkpoint_id=folder / f"step-{step + 1:02}", planner=OF_RANK_0)
+    saved = snapshot(model, optimizer)["model"]
+    saved = {name: torch.zeros_like(value) for name, value in saved.items()}
+    dcp.load({"model": saved}, checkpoint_id=folder / f"step-{STEPS:02}")
+    torch.save({"state": state_of(model), "saved": saved, "resumed at": done}, folder / f"{dist.get_rank()}.pt")
     leave()
 
 

@@ -146,6 +146,12 @@ def test_collectives_of_a_step(found):
     assert counts["sync"] == {"gloo:all_gather": LAYERS, "gloo:all_reduce": 1 + LAYERS}
 
 
+def test_the_exchange_is_outside_the_forward(found):
+    counts = found[0]["collectives"]
+    assert counts["forward of sync"] == {"gloo:all_gather": LAYERS}
+    assert counts["forward of exchange"] == counts["forward of plain"] == {}
+
+
 def test_accumulation_with_no_sync_is_one_process_that_accumulates(found):
     """Each joint micro-batch is an entry."""
     model = net()
@@ -209,6 +215,34 @@ def test_a_group_shares_its_batch_and_a_copy_stays_in_it(found):
         same(state["memory_mean"][0], values.mean((0, 2, 3)), atol=1e-12)
         assert state["memory_count"][0] == len(values) * 4
         assert seen["group_of_two"]["pickled"] is True
+
+
+def test_an_exchange_is_among_the_members_of_its_group(found):
+    for members in ([0, 1], [0]):
+        for rank, seen in enumerate(found):
+            together = members if rank in members else [rank]
+            values = torch.cat([part(one) for one in together])
+            state = seen["exchanged_in_groups"][str(members)]
+            same(state["memory_mean"][0], values.mean((0, 2, 3)), atol=1e-12)
+            same(state["memory_var"][0], values.var((0, 2, 3), correction=0), atol=1e-12)
+            assert state["memory_count"].tolist() == [len(values) * 4 / len(together)] + [0] * 19
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_joint_layer_keeps_wide_statistics_of_narrow_data(found, dtype):
+    together = [seen["narrow"][str(dtype)] for seen in found]
+    x = torch.cat([part(rank) for rank in range(len(found))]).to(dtype).requires_grad_()
+    layer = memnorm.MemorizedBatchNorm2d(3)
+    y = layer(x)
+    y.float().square().sum().backward()
+    step = torch.finfo(dtype).eps
+    for name, value in (("output", y.detach()), ("gradient", x.grad)):
+        joint = torch.cat([one[name] for one in together])
+        assert joint.dtype == dtype
+        torch.testing.assert_close(joint, value, rtol=step, atol=4 * step)
+    for one in together:
+        same(one["state"], layer.state_dict(), atol=1e-5)
+        assert one["state"]["memory_mean"].dtype == torch.float32
 
 
 def test_a_joint_batch_without_values_is_refused_in_every_process(found):

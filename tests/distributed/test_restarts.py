@@ -21,5 +21,6 @@ def test_a_job_whose_process_was_killed_goes_on_from_torchs_checkpoint_and_ends_
     for killed, undisturbed in zip(ends["killed"], ends["undisturbed"], strict=True):
         assert (killed["resumed at"], undisturbed["resumed at"]) == (4, 0)
         torch.testing.assert_close(killed["state"], undisturbed["state"], rtol=0, atol=0)
+        torch.testing.assert_close(killed["saved"], ends["killed"][0]["state"], rtol=0, atol=0)  # rank 0's memory
     memories = [end["state"]["1.memory_mean"] for end in ends["killed"]]
     assert torch.equal(*memories) == (mode != "local")

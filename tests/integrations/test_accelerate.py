@@ -75,6 +75,22 @@ def test_a_state_saved_by_accelerate_resumes_schedule_and_counter(tmp_path):
     assert_same_state(model, straight)
 
 
+def test_several_optimizers_of_a_model_are_one_to_the_second_forward():
+    accelerator = accelerate.Accelerator(cpu=True, rng_types=[])
+    model = segmenter()
+    parts = [model.color, torch.nn.ModuleList([model.depth, model.head])]
+    model, one, other, loader = accelerator.prepare(model, *map(sgd, parts), scenes())
+    handle = attach(accelerator, model, [one, other], STEPS)
+    torch.manual_seed(7)
+    for batch in loader:
+        accelerator.backward(model(**batch)["loss"])
+        for optimizer in (one, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_state(model, plain_loop())
+    assert handle.state_dict()["schedule"]["last_step"] == STEPS
+
+
 def test_remove_detaches_everything():
     accelerator, model, optimizer, loader, handle = prepared()
     handle.remove()

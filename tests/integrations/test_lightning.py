@@ -1,5 +1,10 @@
 """Lightning's Trainer with the callback is the plain loop."""
 
+import copy
+import os
+import pickle
+from unittest import mock
+
 import pytest
 import torch
 from optional import library
@@ -134,8 +139,84 @@ def test_a_second_fit_with_the_same_callback_starts_the_schedule_anew():
     assert_same_state(fit(Task(), callback), plain_loop())
 
 
+class TwoNetworks(lightning.LightningModule):
+    """An optimizer each, as in a GAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.nets = torch.nn.ModuleDict({"one": segmenter(), "other": segmenter()})
+        for net in self.nets.values():
+            net.depth[2].p = 0.0
+
+    @property
+    def net(self):
+        return self.nets["other"]
+
+    def training_step(self, batch, index):
+        for net, optimizer in zip(self.nets.values(), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(net(**batch)["loss"])
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [sgd(net) for net in self.nets.values()]
+
+
+def test_of_several_networks_each_has_its_callback_and_follows_its_optimizer():
+    task, callbacks = TwoNetworks(), [MemnormCallback("nets.one"), MemnormCallback("nets.other")]
+    fit(task, *callbacks, steps=-1, max_epochs=1)
+    for net in task.nets.values():
+        assert_same_state(net, plain_loop(dropout=0.0))
+
+
+def test_one_of_several_networks_may_be_converted():
+    task = TwoNetworks()
+    assert_same_state(
+        fit(task, MemnormCallback("nets.other"), steps=-1, max_epochs=1),
+        plain_loop(dropout=0.0),
+    )
+    assert float(task.nets["one"].color[1].strength) == 0.5
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])
+def test_a_callback_can_be_copied(copied):
+    """As launchers of processes and searches over options do."""
+    assert_same_state(fit(Task(), copied(MemnormCallback("net"))), plain_loop())
+
+
+class Wrapped(Task):
+    """Remembers which buffers DistributedDataParallel copies between processes."""
+
+    def on_train_batch_start(self, batch, index):
+        self.copied = list(self.trainer.model.named_module_buffers)
+
+
+@pytest.fixture
+def _own_process_group():
+    """Lightning leaves its process group, and what it has told the environment about it."""
+    with mock.patch.dict(os.environ):
+        yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_own_process_group")
+def test_in_lightnings_ddp_the_memory_is_left_alone():
+    task = Wrapped()
+    net = fit(task, MemnormCallback("net"), strategy="ddp", use_distributed_sampler=False)
+    assert_same_state(net, plain_loop())
+    assert task.copied == []
+
+
 class Overflowing(Task):
-    """Gradients that overflow on one batch, zeroed rather than dropped: only the scaler tells that it skipped."""
+    """Gradients that overflow on one batch, zeroed rather than dropped: only the scaler tells that it skipped. A fused
+    optimizer skips inside its step.
+    """
+
+    fused = False
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.05, fused=self.fused)
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         optimizer.zero_grad(set_to_none=False)
@@ -144,7 +225,9 @@ class Overflowing(Task):
         return super().training_step(batch, index) * (float("inf") if index == 2 else 1)
 
 
-def test_a_step_that_the_scaler_skipped_is_neither_remembered_nor_counted():
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skipped_is_neither_remembered_nor_counted(fused, monkeypatch):
+    monkeypatch.setattr(Overflowing, "fused", fused)
     plugin = lightning.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
     callback = MemnormCallback("net")
     net = fit(Overflowing(), callback, plugins=[plugin])

@@ -1,5 +1,8 @@
 """Hugging Face's Trainer with the callback is the plain loop."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from optional import library
@@ -22,8 +25,8 @@ class Failing(InOrder):
         return super().training_step(*args, **kwargs)
 
 
-def trainer(folder, callback, *, kind=InOrder, dropout=0.25, accumulate=1, **options):
-    model = segmenter()
+def trainer(folder, callback, *, model=None, kind=InOrder, dropout=0.25, accumulate=1, **options):
+    model = model or segmenter()
     model.depth[2].p = dropout
     optimizer = sgd(model)
     arguments = transformers.TrainingArguments(
@@ -88,4 +91,23 @@ def test_nothing_stays_attached_and_a_training_after_an_exception_is_as_good_as_
     made.train()
     assert callback.attached is None
     assert not made.model._forward_pre_hooks
+    assert_same_state(made.model, plain_loop())
+
+
+def test_a_training_that_raised_is_in_nobodys_way(tmp_path):
+    """A new Trainer, with a callback of its own, for the same model."""
+    failed = trainer(tmp_path, MemnormCallback(), kind=Failing)
+    with pytest.raises(ZeroDivisionError):
+        failed.train()
+    made = trainer(tmp_path, MemnormCallback(), model=failed.model)
+    made.train()
+    assert int(made.model.color[1].num_batches_tracked) == 2 + STEPS
+    assert not made.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])
+def test_a_callback_can_be_copied(tmp_path, copied):
+    """As launchers of processes and searches over options do."""
+    made = trainer(tmp_path, copied(MemnormCallback()))
+    made.train()
     assert_same_state(made.model, plain_loop())
