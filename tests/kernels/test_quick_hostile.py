@@ -73,7 +73,7 @@ def test_a_model_that_its_own_parameter_knows_is_collected(knows):
         {"threads": "1"},
         {"eps": None},
     ],
-    ids=str,
+    ids=["nothing", "another capsule inside", "another capsule", "list", "text", "threads", "eps"],
 )
 def test_what_is_no_argument_of_its_own_is_an_error_that_says_so(wrong):
     layer = known_layer()
