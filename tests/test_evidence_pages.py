@@ -181,13 +181,14 @@ def test_the_report_is_on_the_runs_of_the_studies_and_no_others(pages, tmp_path)
 def test_claims_are_sorted_by_how_they_stand(pages, tmp_path):
     record(tmp_path, FIRST, BETTER)
     text = made(pages, tmp_path)["claims.md"]
-    standings = re.findall(r"\*\*(held|not held|undecided|not tested)\*\*", text)
-    order = ["held", "not held", "undecided", "not tested"]
-    assert standings == sorted(standings, key=order.index)
-    (line,) = [line for line in text.splitlines() if line.startswith("| MBN beats BN at every batch size")]
-    assert "line 389" in line
-    assert "**held**" in line
-    assert "95 % interval" in line
+    headings = re.findall("^## (.*)$", text, re.MULTILINE)
+    order = ["Held", "Not held", "Undecided", "Not tested"]
+    assert headings == sorted(headings, key=order.index)
+    assert len(headings) > 2
+    held = text.split("## Held")[1].split("## ")[0]
+    (claim,) = [one for one in held.split("\n- ") if one.startswith("**MBN beats BN at every batch size")]
+    assert "line 389" in claim
+    assert "95 % interval" in claim
 
 
 def test_readme_waits_for_two_seeds_of_both(pages, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from memnorm.lab.evidence.claims import JUDGES, Judgement, Material, judge
 from memnorm.lab.tables import CLAIMS, Claim
@@ -23,7 +24,6 @@ def page(material: Material) -> str:
     judged = [(claim, judge(claim, material)) for claim in CLAIMS]
     counts = Counter(one.standing for _, one in judged)
     summary = ", ".join(f"{counts[standing]} {standing}" for standing in ORDER if counts[standing])
-    rows = [row(claim, one) for standing in ORDER for claim, one in judged if one.standing == standing]
     return "\n".join(
         [
             "# Claims",
@@ -32,18 +32,21 @@ def page(material: Material) -> str:
             "",
             f"{len(CLAIMS)} claims: {summary}.",
             "",
-            "| the paper says | where | our test | | found |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
+            *[line for standing in ORDER if counts[standing] for line in section(standing, judged)],
         ]
     )
 
 
-def row(claim: Claim, one: Judgement) -> str:
+def section(standing: str, judged: Sequence[tuple[Claim, Judgement]]) -> list[str]:
+    """The claims that stand so."""
+    entries = [entry(claim, one) for claim, one in judged if one.standing == standing]
+    return [f"## {standing.capitalize()}", "", *entries, ""]
+
+
+def entry(claim: Claim, one: Judgement) -> str:
     lines = f"line{'s' if len(claim.lines) > 1 else ''} {', '.join(map(str, claim.lines))}" if claim.lines else ""
     where = "; ".join(part for part in (claim.where, lines) if part)
-    statement = f"{claim.statement} {f'*{claim.remark}*' if claim.remark else ''}".strip()
+    remark = f" *{claim.remark}*" if claim.remark else ""
     planned = "planned, see the [protocol](protocol.md)" if claim.name in JUDGES else f"would be: {claim.how}"
-    test = one.test or planned
-    return f"| {statement} | {where} | {test} | **{one.standing}** | {one.found or '–'} |"
+    parts = [f"- **{claim.statement}**{remark}", f"In the paper: {where}.", f"Our test: {one.test or planned}."]
+    return "\\\n  ".join([*parts, *([f"Found: {one.found}."] if one.found else [])])

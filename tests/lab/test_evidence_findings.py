@@ -115,7 +115,7 @@ def test_one_seed_decides_nothing(tmp_path):
 def test_what_has_not_been_run_is_not_tested(tmp_path):
     judged = claims(tmp_path)
     exact = {name for name in JUDGES if judged[name].standing == "held"}
-    assert {name for name, one in judged.items() if one.standing != "not tested"} == exact
+    assert {name for name, one in judged.items() if one.standing != "not tested"} - exact == {"double-forward-and-bn"}
     assert exact >= {"restore-input", "zero-strength-is-bn", "thirty-percent", "same-cost"}
     assert "small-batches" not in exact
 
@@ -176,7 +176,10 @@ def test_every_arm_that_a_judge_asks_for_exists(tmp_path):
         assert judged[name].standing != "not tested", name
 
 
-@pytest.mark.parametrize(("others", "wanted"), [([20.1], "held"), ([], "held"), ([25.0, 26.2, 25.4], "not held")])
+@pytest.mark.parametrize(
+    ("others", "wanted"),
+    [([20.1], "undecided"), ([], "undecided"), ([20.1, 20.9, 20.6], "held"), ([25.0, 26.2, 25.4], "not held")],
+)
 def test_that_bn_trains_alike_with_two_forwards_is_exact_and_its_test_error_is_measured(tmp_path, others, wanted):
     record(tmp_path, LONG, {"BN": [20.0, 21.0, 20.5], "BN-2": others})
     studies = [replace(one, arms=tuple(replace(arm, seeds=3) for arm in one.arms)) for one in STUDIES]
