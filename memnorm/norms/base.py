@@ -186,7 +186,7 @@ class RunningNorm(Recording, _BatchNorm):
     def _check(self, x: Tensor) -> None:
         self._check_input_dim(x)
         name = type(self).__name__
-        if x.shape[1] != self.num_features:
+        if not torch.jit.is_tracing() and x.shape[1] != self.num_features:
             raise InputError(
                 f"{name}: the layer has {self.num_features} channels, the input has shape {tuple(x.shape)}"
             )

@@ -84,6 +84,7 @@ class MovingAverageBatchNorm(WindowedNorm):
         return share if self.momentum is None else share / (1 - (1 - share) ** (self._as_float(batches) + 1))
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
+        self._require_writing_backward()
         batch = batch_moments(x.detach())
         square = _square(batch)
         average, ratio, settled = self._averages(square, state)
@@ -205,6 +206,9 @@ def settle_weights(model: nn.Module) -> None:
     """Undo `centre_weights`: the centred weights become ordinary parameters."""
     for module in model.modules():
         if _is_centred(module):
+            # Torch takes the weight's property away from the class, which a deepcopy of the module shares.
+            shared = type(module)
+            module.__class__ = type(shared.__name__, shared.__bases__, dict(vars(shared)))
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
 
 

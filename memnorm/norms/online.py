@@ -91,6 +91,7 @@ class OnlineNorm(WindowedNorm):
         if self.momentum is None:
             # Torch's tools collect statistics over batches that are each normalised on their own, and so do we.
             return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps), batch_moments(x.detach())
+        self._require_writing_backward()
         var_NC, mean_NC = torch.var_mean(_wide(x.detach()), _positions(x), correction=0)
         before_mean, before_var, after = self._stream(mean_NC, var_NC, state)
         y: Tensor = _Normalize.apply(x, before_mean, torch.sqrt(before_var + self.eps), self)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from memnorm.errors import OptionError, is_whole
+from memnorm.errors import MemnormError, OptionError, is_whole
 from memnorm.functional import statistics_dtype
 from memnorm.norms.base import RunningNorm
 
@@ -45,6 +45,16 @@ class WindowedNorm(RunningNorm):
                 wide = statistics_dtype(new.dtype)
                 self._buffers[name] = new if new.dtype == wide else old.to(device=new.device, dtype=wide)
         return self
+
+    def _require_writing_backward(self) -> None:
+        """For a norm that records in backward, too. A compiled backward does what `recording` said in the forward, in
+        which Double-Forward turns it off.
+        """
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and not self.recording:
+            raise MemnormError(
+                f"{type(self).__name__} records in backward, which a graph compiled with recording off never does: "
+                "compile without fullgraph, and it runs uncompiled, or train without Double-Forward"
+            )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         if prefix + "running_mean" in state_dict and not any(prefix + name in state_dict for name in self.MEMORY):

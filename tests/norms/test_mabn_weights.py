@@ -114,3 +114,14 @@ def test_the_way_back_evaluates_the_same_in_plain_layers():
     assert {type(net[1]), type(net[4])} == {nn.BatchNorm2d}
     assert set(net.state_dict()) == set(small_net().state_dict())
     torch.testing.assert_close(net(images(4, seed=9)), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("settled", ["copy", "original"])
+def test_the_way_back_of_a_copy_leaves_the_original_as_it_was_and_the_other_way_round(settled):
+    net = converted(small_net(), ENTRY).eval()
+    pair = {"original": net, "copy": deepcopy(net)}
+    x, y = images(4, seed=0), net(images(4, seed=0))
+    settle_weights(pair[settled])
+    assert not parametrize.is_parametrized(pair[settled][0])
+    for each in pair.values():
+        torch.testing.assert_close(each(x), y, rtol=0, atol=1e-6)
