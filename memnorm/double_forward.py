@@ -36,7 +36,16 @@ from memnorm.errors import (
 from memnorm.layers import Recording
 from memnorm.modules import has_skipped, modules_of, trains
 from memnorm.recompute import inside_backward, inside_function
-from memnorm.replay import Surroundings, named_recorders, nothing_records, recorders, replay, switch
+from memnorm.replay import (
+    Surroundings,
+    batches_recorded,
+    named_recorders,
+    never_called,
+    nothing_records,
+    recorders,
+    replay,
+    switch,
+)
 from memnorm.stripped import check_kept
 
 
@@ -100,7 +109,7 @@ class DoubleForward:
         self._proven, self._fruitless = False, 0
         self._draws = False  # whether the model was seen to use the generators of Python or numpy
         self._looks = 0  # training forwards of this and resumed runs
-        self._recorded_at_start = _batches_recorded(model)
+        self._recorded_at_start = batches_recorded(model)
         self._names = list(named_recorders(model))
         self._take_charge(model)
         self._handles = [
@@ -296,7 +305,7 @@ class DoubleForward:
                 self._replay(model, batch, args, kwargs)
 
     def _replay(self, model: nn.Module, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        before = None if self._proven else _batches_recorded(model)
+        before = None if self._proven else batches_recorded(model)
         try:
             replay(model, args, kwargs, batch.surroundings, batch.layers, [model, *batch.modules])
         except Exception as error:
@@ -308,7 +317,7 @@ class DoubleForward:
 
     def _prove(self, model: nn.Module, before: dict[str, int]) -> None:
         """See once that the second forward reaches layers; reads the device until it has."""
-        self._proven = _batches_recorded(model) != before
+        self._proven = batches_recorded(model) != before
         self._fruitless += not self._proven
         if self._fruitless == 3:
             warn(
@@ -336,7 +345,7 @@ class DoubleForward:
             if not any(isinstance(module, Recording) for module in modules):
                 raise NothingToRecord(f"double_forward: {nothing_records(model)}")
         if model is not None and self._forwards == 0 and any(gradient is not None for gradient in self._gradients()):
-            raise NothingToRecord(_blind(model, self._recorded_at_start))
+            raise NothingToRecord(never_called(model, self._recorded_at_start))
         self._blind_steps = self._blind_steps + 1 if self._forwards == self._forwards_at_last_step else 0
         self._forwards_at_last_step = self._forwards
         if self._blind_steps == 10 * len(self._optimizers):
@@ -354,45 +363,6 @@ def detach(model: nn.Module) -> None:
             if isinstance(hook, Hook):
                 hook.handle.remove()
         drop_inert_hooks(module)
-
-
-def _batches_recorded(model: nn.Module) -> dict[str, int]:
-    """By name; what waits to be exchanged between processes is recorded, too."""
-    found = {}
-    for name, layer in named_recorders(model).items():
-        count = getattr(layer, "num_batches_tracked", None)
-        if count is not None and not count.is_meta:
-            found[name] = int(count) + len(getattr(layer, "_outgoing", None) or ())
-    return found
-
-
-def _blind(model: nn.Module, recorded_before: dict[str, int]) -> str:
-    """Why the handle saw no forward before the first step, and which module to pass instead."""
-    name = type(model).__name__
-    direct = [layer for layer, count in _batches_recorded(model).items() if count > recorded_before.get(layer, 0)]
-    called = _common_parent(direct)
-    if called:
-        return (
-            f"double_forward: the optimizer stepped, but {name} itself was never called; layers inside its {called!r} "
-            f"were. Pass the module that the loop calls: double_forward(model.{called}, optimizer)."
-        )
-    reached = "its layers ran without it" if direct else "none of its layers ran in training mode"
-    return (
-        f"double_forward: the optimizer stepped, but {name} itself was never called ({reached}). Pass the module that "
-        "the loop calls; of a model compiled by torch.compile or wrapped by DistributedDataParallel, that is the "
-        "wrapper."
-    )
-
-
-def _common_parent(names: list[str]) -> str:
-    """The path of the innermost module that contains all the named ones: of a.b.x and a.b.y, a.b."""
-    parents = [name.split(".")[:-1] for name in names]
-    shared = []
-    for parts in zip(*parents, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
 
 
 def _check_arguments(model: nn.Module, optimizers: list[Any], every: int, fraction: float, max_pending: int) -> None:

@@ -8,7 +8,6 @@ eval forward is torch's own batch norm on `running_mean` and `running_var`.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.collective import Some, check_sync, companions, joint_moments, normalize_jointly
-from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole
+from memnorm.dispatch import OnKernels
+from memnorm.errors import DTypeError, InputError, OptionError
 from memnorm.functional import (
     Moments,
     batch_moments,
@@ -25,11 +25,9 @@ from memnorm.functional import (
     normalize_with_memory,
     reads_at_once,
     statistics_dtype,
-    with_gradient,
 )
-from memnorm.kernels import cpu
-from memnorm.memory import Remembering
-from memnorm.recompute import Readings, inside_backward, may_be_recomputed
+from memnorm.options import check_options, check_shift, check_strength
+from memnorm.recompute import Readings, inside_backward
 from memnorm.state import (
     SLOTS,
     apply_keeping_width,
@@ -58,7 +56,7 @@ class Recording:
         }
 
 
-class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
+class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
     """What the layers for 1-d, 2-d and 3-d data share. Use those.
 
     Args:
@@ -135,7 +133,7 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
     ) -> None:
         """Add the memory to a layer that is a batch norm already."""
         self.sync = check_sync(sync)
-        _check_options(memory_size, decay, strength, prior_weight)
+        check_options(memory_size, decay, strength, prior_weight)
         self.shift = check_shift(shift, self.sync)
         self.memory_size = None if memory_size is None else int(memory_size)
         self.decay, self._initial_strength, self.prior_weight = float(decay), float(strength), float(prior_weight)
@@ -175,65 +173,6 @@ class MemorizedBatchNorm(Recording, Remembering, _BatchNorm):
         self._check_input(input)
         output = self._forward_in_torch(input) if self.training else self._plain_forward(input)
         return _completed(output, activation, residual)
-
-    def _forward_on_kernels(self, x: Tensor, rectify: bool, residual: Tensor | None) -> Tensor | None:
-        """A training forward in one call; None if something asks for more than that."""
-        if torch.compiler.is_dynamo_compiling() or not (
-            self.track_running_stats and self.shift and self.sync is False and self._outgoing is None
-        ):
-            return None
-        found = self._at_once(x, rectify, residual) or self._after_a_closer_look(x, rectify, residual)
-        if found is None:
-            return None
-        return with_gradient(*found, x, self._vector("weight"), self._vector("bias"), residual, rectify, self.eps)
-
-    def _at_once(self, x: Tensor, rectify: bool, residual: Tensor | None) -> tuple[Tensor, bytearray] | None:
-        known, kernels, evenly = self._known_memory, cpu.module(), self.momentum is None
-        if known is None or known.handle is None or kernels is None:
-            return None
-        found: tuple[Tensor, bytearray] | None = kernels.train_layer(
-            known.handle,
-            self._buffers,
-            self._parameters,
-            x,
-            residual,
-            rectify,
-            self.ranks,
-            torch.get_num_threads(),
-            self.recording,
-            self.eps,
-            self.decay,
-            self.prior_weight,
-            self.prior_from_init and not evenly,
-            evenly,
-        )
-        return found
-
-    def _after_a_closer_look(
-        self, x: Tensor, rectify: bool, residual: Tensor | None
-    ) -> tuple[Tensor, bytearray] | None:
-        mean = self._buffers["running_mean"]
-        if not (
-            mean is not None
-            and cpu.takes(x, mean.dtype)
-            and x.dim() in self.ranks
-            and x.shape[1] == self.num_features < x.numel()
-            and (residual is None or (rectify and cpu.are_alike(x, residual)))
-            and not inside_backward()
-            and not may_be_recomputed()
-        ):
-            return None
-        memory = self._kernels_memory()
-        if memory is None:
-            return None
-        memory.grasp(self._buffers, self._parameters)
-        weight, bias = self._vector("weight"), self._vector("bias")
-        return cpu.forward(x, weight, bias, residual, rectify, self.eps, memory, self.recording)
-
-    def _vector(self, name: str) -> Tensor | None:
-        """A parameter, past `nn.Module.__getattr__`; one that is computed from others comes by its name alone."""
-        parameters: Any = self._parameters
-        return parameters[name] if name in parameters else getattr(self, name)
 
     def _forward_in_torch(self, input: Tensor) -> Tensor:
         group = companions(self.sync)
@@ -416,32 +355,6 @@ def _completed(output: Tensor, activation: str | None, residual: Tensor | None) 
     if residual is not None:
         output = output + residual
     return output if activation is None else F.relu(output, inplace=True)
-
-
-def _check_options(memory_size: int | None, decay: float, strength: float, prior_weight: float) -> None:
-    if memory_size is not None and (not is_whole(memory_size) or memory_size < 1):
-        raise OptionError(
-            f"memory_size must be a positive number of batches, or None for all of them; got {memory_size!r}"
-        )
-    if not is_number(decay) or not 0 < decay <= 1:
-        raise OptionError(f"decay must lie in (0, 1]; got {decay!r}")
-    check_strength(strength)
-    if not is_number(prior_weight) or not 0 <= prior_weight < math.inf:
-        raise OptionError(f"prior_weight must be zero or a positive number of batches; got {prior_weight!r}")
-
-
-def check_shift(shift: object, sync: bool | Some) -> bool:
-    if not isinstance(shift, bool):
-        raise OptionError(f"shift must be True, or False for the paper's Eq. 4; got {shift!r}")
-    if not shift and sync is not False:
-        raise OptionError("shift=False is the ablation of a layer in one process: it cannot be had with sync")
-    return shift
-
-
-def check_strength(strength: float) -> float:
-    if not is_number(strength) or not 0 <= strength <= 1:
-        raise OptionError(f"strength must lie in [0, 1]; got {strength!r}")
-    return float(strength)
 
 
 class MemorizedBatchNorm1d(MemorizedBatchNorm, nn.BatchNorm1d):

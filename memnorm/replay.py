@@ -208,3 +208,42 @@ def nothing_records(model: nn.Module) -> str:
         return f"{name} has no layer that records statistics; its norms are {', '.join(kinds)}. {ADVICE}"
     found = f"its norms are {', '.join(kinds)}" if kinds else "it has no norm at all"
     return f"{name} has no layer that records statistics; {found}. Call memnorm.convert(model) first."
+
+
+def batches_recorded(model: nn.Module) -> dict[str, int]:
+    """By name; what waits to be exchanged between processes is recorded, too."""
+    found = {}
+    for name, layer in named_recorders(model).items():
+        count = getattr(layer, "num_batches_tracked", None)
+        if count is not None and not count.is_meta:
+            found[name] = int(count) + len(getattr(layer, "_outgoing", None) or ())
+    return found
+
+
+def never_called(model: nn.Module, recorded_before: dict[str, int]) -> str:
+    """Why the handle saw no forward before the first step, and which module to pass instead."""
+    name = type(model).__name__
+    direct = [layer for layer, count in batches_recorded(model).items() if count > recorded_before.get(layer, 0)]
+    called = _common_parent(direct)
+    if called:
+        return (
+            f"double_forward: the optimizer stepped, but {name} itself was never called; layers inside its {called!r} "
+            f"were. Pass the module that the loop calls: double_forward(model.{called}, optimizer)."
+        )
+    reached = "its layers ran without it" if direct else "none of its layers ran in training mode"
+    return (
+        f"double_forward: the optimizer stepped, but {name} itself was never called ({reached}). Pass the module that "
+        "the loop calls; of a model compiled by torch.compile or wrapped by DistributedDataParallel, that is the "
+        "wrapper."
+    )
+
+
+def _common_parent(names: list[str]) -> str:
+    """The path of the innermost module that contains all the named ones: of a.b.x and a.b.y, a.b."""
+    parents = [name.split(".")[:-1] for name in names]
+    shared = []
+    for parts in zip(*parents, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

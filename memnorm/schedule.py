@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from memnorm.errors import NothingToRecord, OptionError, check_module, is_number, is_whole
-from memnorm.layers import MemorizedBatchNorm, check_strength
+from memnorm.layers import MemorizedBatchNorm
+from memnorm.options import check_strength
 from memnorm.stripped import ADVICE, check_kept
 
 

@@ -36,7 +36,8 @@ struct Known {
         for (int i = 0; i < ALL; i++) {
             PyObject *tensor = find(buffers, parameters, i);
             if (tensor != PyTuple_GetItem(handle, i) || address(tensor) != addresses[i]) return false;
-            if (i >= BUFFERS && tensor != Py_None && !has_bytes(tensor, c * (wide ? 8 : 4))) return false;
+            if (i < BUFFERS || tensor == Py_None) continue;
+            if (!has_bytes(tensor, c * (wide ? 8 : 4)) || !is_true(call(tensor, torch.is_contiguous))) return false;
         }
         return has_values(PyTuple_GetItem(handle, SLOTS), slots * c);
     }

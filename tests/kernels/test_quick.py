@@ -93,6 +93,10 @@ def narrow(layer):
     layer.weight.data = layer.weight.data.to(torch.float16)
 
 
+def expanded(layer):
+    layer.weight.data = layer.weight.data[:1].expand(3)
+
+
 def computed(layer):
     class Doubled(nn.Module):
         def forward(self, weight):
@@ -123,7 +127,7 @@ def silent(layer):
 
 @pytest.mark.parametrize(
     "change",
-    [replaced, other_data, narrow, computed, without, without_bias, other_rules, evenly, silent],
+    [replaced, other_data, narrow, expanded, computed, without, without_bias, other_rules, evenly, silent],
     ids=lambda one: one.__name__,
 )
 def test_what_changed_between_two_batches_is_seen(change):
