@@ -1,9 +1,13 @@
 import os
+import signal
 
 import pytest
 import torch
 
 os.environ["PYTHONSAFEPATH"] = "1"  # child processes import the installed package, as we do, not the folder they run in
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script, and so in child processes,
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests interrupt
 
 torch.set_num_threads(1)  # tiny tensors, and one process per core
 
