@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import memnorm
+from memnorm import norms
 from memnorm.distributed import broadcast_memory, exchange_memory
 
 
@@ -193,6 +194,23 @@ def handed_out() -> dict[str, Tensor]:
     return state_of(model)
 
 
+def others() -> dict[str, dict[str, Tensor]]:
+    """The weights that each of the recording norms ends with, its memory that of DDP's defaults."""
+    found = {}
+    for name in norms.BUILT_IN:
+        if norms.get(name).records:
+            model = wrapped(memnorm.convert(small_net(), name))
+            optimizer = sgd(model)
+            memnorm.double_forward(model, optimizer)
+            for step in range(3):
+                x, y, share = even_part(step)
+                optimizer.zero_grad()
+                loss(model(x.float()), y, share=share).backward()
+                optimizer.step()
+            found[name] = {key: value.detach() for key, value in model.module.named_parameters()}
+    return found
+
+
 def spoilt() -> dict[str, Tensor]:
     """Rank 0's batch is not finite, and then nobody has recorded anything at all."""
     layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64)
@@ -208,7 +226,7 @@ def spoilt() -> dict[str, Tensor]:
 PROGRAMS = (
     *(plain, joint_single, joint_double, exchanged_single, exchanged_double, collectives),
     *(accumulated_joint, accumulated_exchange, second_derivative, checkpointed, group_of_two, scant),
-    *(without_statistics, handed_out, spoilt, exchanged_in_groups, narrow),
+    *(without_statistics, handed_out, spoilt, exchanged_in_groups, narrow, others),
 )
 
 if __name__ == "__main__":

@@ -265,6 +265,12 @@ def test_rank_0_can_hand_out_its_memory(found):
         same(seen["handed_out"], state_of(model), atol=1e-12)
 
 
+def test_with_every_norm_that_records_all_ranks_have_the_same_parameters(found):
+    assert len(found[0]["others"]) > 5
+    for seen in found[1:]:
+        same(seen["others"], found[0]["others"])
+
+
 def test_what_one_process_cannot_use_does_not_spoil_the_exchange(found):
     values = torch.cat([part(rank) for rank in range(1, len(found))])
     count = len(values) * 4 / (len(found) - 1)
