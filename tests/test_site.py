@@ -48,7 +48,7 @@ BROKEN = {
     "![gone](figures/gone.svg)": "gone.svg",
     "```{literalinclude} ../examples/gone.py\n```": "gone.py",
     "```{eval-rst}\n.. autofunction:: memnorm.norms.gone\n```": "failed to import 'gone' from module 'memnorm.norms'",
-    "```{eval-rst}\n.. automethod:: memnorm.layers.MemorizedBatchNorm.forward\n```": "forward has no docstring",
+    "```{eval-rst}\n.. automethod:: memnorm.layers.MemorizedBatchNorm.extra_repr\n```": "extra_repr has no docstring",
 }
 
 
