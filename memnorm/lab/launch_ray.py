@@ -24,6 +24,7 @@ except ImportError as error:
     raise UsageError("--launcher ray needs the package ray: pip install 'memnorm[ray]'") from error
 
 PATIENCE = 0.5  # seconds between two looks at what runs say
+SAVING = 60.0  # seconds that a cancelled run may take to save
 
 
 class Cluster:
@@ -82,6 +83,8 @@ class Cluster:
     def dismiss(self) -> None:
         if self.running:
             ray.wait(list(self.running), num_returns=len(self.running))
+            for spec in self.running.values():  # a cancelled task is over for Ray before its run has saved
+                self.store.run(spec).wait_until_free(SAVING)
         self.said.shutdown()
         if self.is_ours:
             ray.shutdown()
