@@ -6,6 +6,7 @@ writes is looked for there by the command that asked for it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,6 @@ except ImportError as error:
     raise UsageError("--launcher ray needs the package ray: pip install 'memnorm[ray]'") from error
 
 PATIENCE = 0.5  # seconds between two looks at what runs say
-SAVING = 60.0  # seconds that a cancelled run may take to save
 
 
 class Cluster:
@@ -83,8 +83,6 @@ class Cluster:
     def dismiss(self) -> None:
         if self.running:
             ray.wait(list(self.running), num_returns=len(self.running))
-            for spec in self.running.values():  # a cancelled task is over for Ray before its run has saved
-                self.store.run(spec).wait_until_free(SAVING)
         self.said.shutdown()
         if self.is_ours:
             ray.shutdown()
@@ -94,6 +92,7 @@ def _attempt(work: Work, spec: RunSpec, wait_for_holder: bool, said: Queue) -> t
     """The cluster's side of a run."""
 
     def send(kind: str, *arguments: Any) -> None:
-        said.put((kind, arguments))
+        with contextlib.suppress(ray.exceptions.TaskCancelledError):  # a cancelled run must still save
+            said.put((kind, arguments))
 
     return work.attempt(spec, Relay(spec, send), wait_for_holder)

@@ -109,12 +109,6 @@ class RunFolder:
             (self.path / "holder.json").unlink(missing_ok=True)
             lock.release()
 
-    def wait_until_free(self, seconds: float) -> None:
-        """Wait until no process works on the run, or the time is over."""
-        if self.path.is_dir():
-            with contextlib.suppress(filelock.Timeout), filelock.FileLock(self.path / "lock", timeout=seconds):
-                pass
-
     def _holder(self) -> str:
         try:
             holder = json.loads((self.path / "holder.json").read_text())
