@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from memnorm.errors import OptionError
 from memnorm.layers import Recording
-from memnorm.replay import Surroundings
+from memnorm.replay import Census, Surroundings
 
 
 class Batch:
@@ -22,16 +21,16 @@ class Batch:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        modules: list[nn.Module],
         layers: list[Recording],
+        census: Census,
         surroundings: Surroundings,
     ) -> None:
         if not kwargs and all(type(one) is Tensor for one in args):  # as it is almost always
             self.args, self.kwargs = tuple(_copy(one) for one in args), {}
         else:
             self.args, self.kwargs = tree_map(_copy, (args, kwargs))
-        self.modules = modules  # all of the model's but itself, which must not be kept alive
         self.layers = layers  # those that would have recorded
+        self.census = census  # of the model's modules
         self.surroundings = surroundings
         self.observed = False  # whether a backward through the output would be noticed
         self.reached = False  # whether one was
@@ -70,13 +69,14 @@ class Backward:
 
     def __init__(self, gradients: list[Tensor | None]) -> None:
         self.batches: list[Batch] = []
-        self._before = [(gradient, None if gradient is None else gradient._version) for gradient in gradients]
+        self._gradients = gradients
+        self._versions = [None if gradient is None else gradient._version for gradient in gradients]
 
     def changed(self, gradients: Iterable[Tensor | None]) -> bool:
         """Whether any of the parameters has another gradient now."""
-        pairs = zip(gradients, self._before or itertools.repeat((None, None)), strict=False)
+        triples = zip(gradients, self._gradients, self._versions, strict=False)
         return any(
-            now is not before or (now is not None and now._version != version) for now, (before, version) in pairs
+            now is not before or (now is not None and now._version != version) for now, before, version in triples
         )
 
 

@@ -37,6 +37,7 @@ from memnorm.layers import Recording
 from memnorm.modules import has_skipped, modules_of, trains
 from memnorm.recompute import inside_backward, inside_function
 from memnorm.replay import (
+    Census,
     Surroundings,
     batches_recorded,
     named_recorders,
@@ -96,7 +97,7 @@ class DoubleForward:
         self.every, self.fraction, self.max_pending, self.scaler = every, fraction, max_pending, scaler
         self.steps = 0
         self._model = weakref.ref(model)
-        self._optimizers = weakref.WeakSet(optimizers)
+        self._references = [weakref.ref(one) for one in optimizers]
         self._stepped: set[int] = set()
         self._scaler_round: Any = None
         self._pending: list[Batch] = []
@@ -122,6 +123,11 @@ class DoubleForward:
                 one.register_step_pre_hook(self._before_step),
                 one.register_step_post_hook(self._after_step),
             ]
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        """Those that still exist."""
+        return [one for reference in self._references if (one := reference()) is not None]
 
     def _take_charge(self, model: nn.Module) -> None:
         drop_inert_hooks(model)
@@ -167,15 +173,14 @@ class DoubleForward:
         self._forwards += 1
         self._looks += 1
         modules = modules_of(module)
-        layers: list[Recording] = [
-            one for one in modules if isinstance(one, Recording) and one.training and one.recording
-        ]
+        census = Census.of(modules)
+        layers = [one for one in census.recorders if one.training and one.recording]
         if not layers or (self.steps + 1) % self.every:
             return None
         self._drop_skipped_batches()
         self._check_bound(module)
-        surroundings = Surroundings.now(module, modules, self._draws or self._is_watching())
-        self._running = Batch(args, kwargs, modules[1:], layers, surroundings)
+        surroundings = Surroundings.now(modules, self._draws or self._is_watching())
+        self._running = Batch(args, kwargs, layers, census, surroundings)
         self._muted = layers
         switch(layers, False)
         return None
@@ -211,10 +216,10 @@ class DoubleForward:
         """Backward reaches the output of `batch`. If every gradient is cleared by now, earlier ones are lost."""
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
-            cleared = self._are_cleared()
-            if cleared:
+            gradients = list(self._gradients())
+            if all(gradient is None for gradient in gradients):
                 self._drop_cleared()
-            self._backwards[task] = Backward([] if cleared else list(self._gradients()))
+            self._backwards[task] = Backward(gradients)
             Variable._execution_engine.queue_callback(lambda: self._after_backward(task))
         batch.reached = True
         batch.differentiated |= torch.is_grad_enabled()  # create_graph: a later backward may go through its gradient
@@ -237,8 +242,11 @@ class DoubleForward:
         self._pending = [batch for batch in self._pending if batch.used or not batch.accumulated]
 
     def _gradients(self) -> Iterator[Tensor | None]:
-        groups = [group for one in self._optimizers for group in one.param_groups]
-        return (parameter.grad for group in groups for parameter in group["params"] if id(parameter) in self._own)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) in self._own:
+                        yield parameter.grad
 
     def _drop_skipped_batches(self) -> None:
         """A `GradScaler` makes its per-optimizer states anew in every update(): an update without a step means that the
@@ -307,7 +315,7 @@ class DoubleForward:
     def _replay(self, model: nn.Module, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         before = None if self._proven else batches_recorded(model)
         try:
-            replay(model, args, kwargs, batch.surroundings, batch.layers, [model, *batch.modules])
+            replay(model, args, kwargs, batch.surroundings, batch.layers, batch.census)
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"memnorm: in the second forward, after step {self.steps}, which itself is done")
@@ -340,9 +348,9 @@ class DoubleForward:
         """Complain about steps of which no forward was seen: nothing would be recorded."""
         model = self._model()
         if model is not None:
-            modules = [model, *self._pending[-1].modules] if self._pending else modules_of(model)
-            check_kept(model, self._names, "double_forward", modules)
-            if not any(isinstance(module, Recording) for module in modules):
+            census = self._pending[-1].census if self._pending else Census.of(modules_of(model))
+            check_kept(model, self._names, "double_forward", census.holders)
+            if not census.recorders:
                 raise NothingToRecord(f"double_forward: {nothing_records(model)}")
         if model is not None and self._forwards == 0 and any(gradient is not None for gradient in self._gradients()):
             raise NothingToRecord(never_called(model, self._recorded_at_start))

@@ -219,6 +219,9 @@ class _Kernels(_SingleLevelFunction):
         )
 
 
+_Kernels._backward_cls.apply = _Kernels.backward  # type: ignore[attr-defined]  # torch's own looks for it each time
+
+
 def is_plain(x: Tensor) -> bool:
     """Whether autograd alone is looking, at a tensor of torch's own class."""
     return type(x) in (Tensor, torch.nn.Parameter) and cpu.unobserved()

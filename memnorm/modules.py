@@ -7,15 +7,13 @@ from torch.optim import Optimizer
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """`model.modules()` without their names, in a fraction of the time: every step asks for them."""
+    """`model.modules()` without their names, level by level, in a fraction of the time: every step asks for them."""
     found: dict[nn.Module, None] = {}
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and module not in found:
-            found[module] = None
-            if module._modules:
-                waiting.extend(reversed(module._modules.values()))
+    level = [model]
+    while level:
+        found.update(dict.fromkeys(level))
+        children = [child for one in level if one._modules for child in one._modules.values()]
+        level = [child for child in children if child is not None and child not in found]
     return list(found)
 
 

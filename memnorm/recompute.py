@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,20 +29,22 @@ BOUND = 64
 
 def inside_backward() -> bool:
     """Whether autograd runs this forward again, unless it is a forward of our own for an optimizer inside backward."""
-    return torch._C._current_graph_task_id() != -1 and not getattr(_thread, "deliberate", False)
+    return torch._C._current_graph_task_id() != -1 and not deliberate.now
 
 
-_thread = threading.local()
+class _Deliberate(threading.local):
+    """A context within which forwards are no recomputations wherever they run."""
+
+    now = False
+
+    def __enter__(self) -> None:
+        self.now = True
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.now = False
 
 
-@contextmanager
-def deliberate() -> Iterator[None]:
-    """Within the context, forwards are no recomputations wherever they run."""
-    _thread.deliberate = True
-    try:
-        yield
-    finally:
-        _thread.deliberate = False
+deliberate = _Deliberate()
 
 
 def inside_function() -> bool:

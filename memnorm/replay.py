@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,23 @@ from memnorm.stripped import ADVICE
 def recorders(model: nn.Module) -> Iterator[Recording]:
     """The layers of `model` that record statistics."""
     return (module for module in modules_of(model) if isinstance(module, Recording))
+
+
+class Census(NamedTuple):
+    """Those modules of a model that a step asks for, found in one walk."""
+
+    recorders: list[Recording]
+    holders: list[nn.Module]  # of other buffers
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module]) -> Census:
+        found = cls([], [])
+        for module in modules:
+            if isinstance(module, Recording):
+                found.recorders.append(module)
+            elif module._buffers:
+                found.holders.append(module)
+        return found
 
 
 def named_recorders(model: nn.Module) -> dict[str, Recording]:
@@ -79,7 +96,9 @@ def rerecord(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     Layers in eval mode stay as they are. Random numbers are drawn from the present state, which is then restored.
     `memnorm.double_forward` does all of this by itself, with the random state of the training forward.
     """
-    replay(model, args, kwargs, Surroundings.now(model), recorders(model))
+    modules = modules_of(model)
+    census = Census.of(modules)
+    replay(model, args, kwargs, Surroundings.now(modules), census.recorders, census)
 
 
 class Surroundings(NamedTuple):
@@ -89,11 +108,11 @@ class Surroundings(NamedTuple):
     autocast: dict[str, tuple[bool, torch.dtype]]
 
     @classmethod
-    def now(cls, model: nn.Module, modules: Sequence[nn.Module] | None = None, libraries: bool = True) -> Surroundings:
-        """As they are now; without `libraries`, the random states of Python and numpy, which take long, are missing.
-        `modules`: all of the model's, if known.
+    def now(cls, modules: Iterable[nn.Module], libraries: bool = True) -> Surroundings:
+        """As they are now for a model of these modules; without `libraries`, the random states of Python and numpy,
+        which take long, are missing.
         """
-        device = _device(modules_of(model) if modules is None else modules)
+        device = _device(modules)
         devices = ["cpu"] if device in ("cpu", "meta") else ["cpu", device]
         return cls(
             _rng_state(devices, libraries),
@@ -148,27 +167,31 @@ def replay(
     kwargs: dict[str, Any],
     surroundings: Surroundings,
     layers: Iterable[Recording],
-    modules: Sequence[nn.Module] | None = None,
+    census: Census,
 ) -> None:
-    """One forward of `model` under `surroundings` that `layers` record, leaving nothing else behind. `modules`: all of
-    the model's, if known.
-    """
+    """One forward of `model` under `surroundings` that `layers` record, leaving nothing else behind."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    modules = modules_of(inner) if modules is None else modules
-    own = [module for module in modules if isinstance(module, Recording)]
-    if not any(layer.training for layer in own):
+    if not any(layer.training for layer in census.recorders):
         raise NothingToRecord(f"rerecord: {nothing_records(model)}")
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(deliberate())
-        stack.enter_context(recorded_by(own, layers))
-        stack.enter_context(buffers_restored(one for one in modules if one._buffers and not isinstance(one, Recording)))
-        stack.enter_context(_rng(surroundings.rng))
-        for device, (enabled, dtype) in surroundings.autocast.items():
-            if enabled or torch.is_autocast_enabled(device):
-                # With the cache on, a nested autocast would hand out the weights of before the step.
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+    with (
+        torch.no_grad(),
+        deliberate,
+        recorded_by(census.recorders, layers),
+        buffers_restored(census.holders),
+        _rng(surroundings.rng),
+        _autocast(surroundings.autocast),
+    ):
         inner(*args, **kwargs)
+
+
+def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> AbstractContextManager[Any]:
+    stack = None
+    for device, (enabled, dtype) in states.items():
+        if enabled or torch.is_autocast_enabled(device):
+            stack = stack or ExitStack()
+            # With the cache on, a nested autocast would hand out the weights of before the step.
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+    return stack or nullcontext()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 
 from memnorm.errors import NothingToRecord, OptionError, check_module, is_number, is_whole
 from memnorm.layers import MemorizedBatchNorm
+from memnorm.modules import modules_of
 from memnorm.options import check_strength
 from memnorm.stripped import ADVICE, check_kept
 
@@ -65,7 +66,7 @@ class StrengthSchedule:
 
     def step(self) -> None:
         """Count one step; touches the layers only where the value changes."""
-        check_kept(self._model, self._names, "StrengthSchedule")
+        check_kept(self._model, self._names, "StrengthSchedule", modules_of(self._model))
         before = self.get_last_strength()
         self.last_step += 1
         if self.get_last_strength() != before:

@@ -4,13 +4,12 @@ ones as well, and says nothing. Double-Forward and the schedule notice at their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from memnorm.errors import NothingToRecord, warn
-from memnorm.modules import modules_of
 
 ADVICE = (
     "If SyncBatchNorm.convert_sync_batchnorm was called after memnorm.convert, it has replaced the memorized layers: "
@@ -18,9 +17,11 @@ ADVICE = (
 )
 
 
-def check_kept(model: nn.Module, names: Iterable[str], caller: str, modules: Sequence[nn.Module] | None = None) -> None:
-    """Complain if any of the named layers, which recorded once, is a SyncBatchNorm now. `modules`: all, if known."""
-    if nn.SyncBatchNorm not in map(type, modules_of(model) if modules is None else modules):
+def check_kept(model: nn.Module, names: Iterable[str], caller: str, modules: Iterable[nn.Module]) -> None:
+    """Complain if any of the named layers, which recorded once, is a SyncBatchNorm now. `modules`: all of the model's
+    that have buffers.
+    """
+    if nn.SyncBatchNorm not in map(type, modules):
         return
     now = dict(model.named_modules())
     lost = [name for name in names if type(now.get(name)) is nn.SyncBatchNorm]
