@@ -2,11 +2,15 @@
 
 The folders of runs and of data must lie where every machine of the cluster sees them under the same path: what a run
 writes is looked for there by the command that asked for it.
+
+Runs are asked to stop, not cancelled: Ray repeats a cancellation, so that it may fall into the saving, or meet the next
+run of the same process.
 """
 
 from __future__ import annotations
 
-import contextlib
+import _thread
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,11 +24,32 @@ from memnorm.lab.store import Store
 
 try:
     import ray
-    from ray.util.queue import Queue
 except ImportError as error:
     raise UsageError("--launcher ray needs the package ray: pip install 'memnorm[ray]'") from error
 
 PATIENCE = 0.5  # seconds between two looks at what runs say
+
+
+class Board:
+    """An actor that runs write to and the command reads; who writes is told whether to stop."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, Any]] = []
+        self.closed = False
+
+    def write(self, kind: str, arguments: tuple[Any, ...]) -> bool:
+        self.lines.append((kind, arguments))
+        return self.closed
+
+    def take(self) -> list[tuple[str, Any]]:
+        lines, self.lines = self.lines, []
+        return lines
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closed(self) -> bool:
+        return self.closed
 
 
 class Cluster:
@@ -40,7 +65,7 @@ class Cluster:
         self.store = Store(work.root.resolve())
         data_root = (work.data_root or default_root()).resolve()
         self.work = replace(work, root=self.store.root, data_root=data_root)
-        self.said = Queue(actor_options={"num_cpus": 0})
+        self.board: Any = ray.remote(num_cpus=0)(Board).remote()
         gpus = int(work.execution.device.startswith("cuda"))
         self.task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_attempt)
 
@@ -51,23 +76,21 @@ class Cluster:
         return bool(self.running)
 
     def begin(self, spec: RunSpec, wait_for_holder: bool) -> None:
-        self.running[self.task.remote(self.work, spec, wait_for_holder, self.said)] = spec
+        self.running[self.task.remote(self.work, spec, wait_for_holder, self.board)] = spec
 
     def heard(self) -> Iterator[tuple[str, Any]]:
         done, _ = ray.wait(list(self.running), timeout=PATIENCE)
-        yield from self.said.get_nowait_batch(self.said.qsize())  # before the end of the run that said it
+        yield from ray.get(self.board.take.remote())  # before the end of the run that said it
         for reference in done:
             kind, payload = self._answer(reference)
             if kind == "stop":
-                self.save_and_stop()  # those that the cluster has not begun, too
+                self.save_and_stop()
             yield kind, payload
 
     def _answer(self, reference: Any) -> tuple[str, Any]:
         spec = self.running.pop(reference)
         try:
             kind, payload = ray.get(reference)
-        except ray.exceptions.TaskCancelledError:
-            return "stop", Interrupted("stopped on the cluster; the same command goes on from what was saved")
         except ray.exceptions.RayError as error:
             why = str(error).strip().splitlines()[0]
             return "ended", Outcome(spec, "failed", f"its task ended: {why}; the same command goes on with it")
@@ -77,22 +100,37 @@ class Cluster:
         return kind, payload
 
     def save_and_stop(self) -> None:
-        for reference in self.running:
-            ray.cancel(reference)  # reaches a run as Ctrl-C does
+        ray.get(self.board.close.remote())
 
     def dismiss(self) -> None:
         if self.running:
             ray.wait(list(self.running), num_returns=len(self.running))
-        self.said.shutdown()
+        ray.kill(self.board)
         if self.is_ours:
             ray.shutdown()
 
 
-def _attempt(work: Work, spec: RunSpec, wait_for_holder: bool, said: Queue) -> tuple[str, Any]:
+def _attempt(work: Work, spec: RunSpec, wait_for_holder: bool, board: Any) -> tuple[str, Any]:
     """The cluster's side of a run."""
+    asked = False
 
     def send(kind: str, *arguments: Any) -> None:
-        with contextlib.suppress(ray.exceptions.TaskCancelledError):  # a cancelled run must still save
-            said.put((kind, arguments))
+        nonlocal asked
+        if _told(board.write.remote(kind, arguments)) and not asked:
+            asked = True
+            _thread.interrupt_main()  # as Ctrl-C: a run that has begun saves. Ray blocks true signals.
 
-    return work.attempt(spec, Relay(spec, send), wait_for_holder)
+    try:
+        while not _told(board.is_closed.remote()):
+            answer = work.attempt(spec, Relay(spec, send), wait=False)
+            if answer[0] != "held" or not wait_for_holder:
+                return answer
+            time.sleep(2)
+    except KeyboardInterrupt:  # before its first step
+        pass
+    return "stop", Interrupted("stopped on the cluster; the same command goes on from what was saved")
+
+
+def _told(reference: Any) -> Any:
+    """What a run is told. While a task waits in `ray.get`, Ray gives its processor to another."""
+    return reference.future().result()

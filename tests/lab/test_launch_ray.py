@@ -140,6 +140,20 @@ def test_an_interrupt_saves_every_run_and_the_same_command_goes_on(store):
 
 
 @pytest.mark.slow
+def test_a_processor_is_one_runs_alone_also_while_it_reports(store):
+    """Ray lends a task's processor to others while the task waits for an answer."""
+    at_a_time = []
+
+    class Counting(GridEar):
+        def stepped(self, spec, iteration):
+            at_a_time.append(len(list(store.root.glob("*/holder.json"))))
+
+    specs = [tiny(seed=seed, iterations=100, evaluations=2, model_options={"pause": 0.02}) for seed in range(5)]
+    assert statuses(on_ray(specs, store, listener=Counting())) == [(spec, "finished") for spec in specs]
+    assert max(at_a_time) == 2
+
+
+@pytest.mark.slow
 def test_missing_data_stop_the_grid(store):
     with pytest.raises(DataMissing, match="there is no folder"):
         on_ray([tiny(data="./nowhere", data_options={}), *SLOW, *GOOD], store)
