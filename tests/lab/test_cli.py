@@ -406,12 +406,18 @@ def test_demo_reports_equations_cost_and_comparison(call, tmp_path, monkeypatch)
 
 
 def test_the_demo_shows_recorded_runs_on_cifar_as_recorded(call, tmp_path, monkeypatch):
-    fabricate(tmp_path / "results", RunSpec(norm="mbn", scheme="double", batch_size=8), error=12.34)
+    spec = RunSpec(norm="mbn", scheme="double", batch_size=8)
+    fabricate(tmp_path / "results", spec, error=12.34)
+    fabricate(tmp_path / "results", spec.but(every=4), error=13.0)
+    fabricate(tmp_path / "results", spec.but(holdout=5000), error=99.0)
     monkeypatch.setattr(demo_command, "SEEDS", 2)
     monkeypatch.setattr(demo_command, "IMAGES", 24)
     monkeypatch.setattr(demo_command, "cores", lambda: 0)
     out = call("demo")[1]
-    assert re.search(r"Recorded on CIFAR-10.*MBN-2 +resnet20 +8 +78,200 +12\.34 \(n = 1\)", out, re.DOTALL)
+    recorded = out[out.index("Recorded on CIFAR-10") :]
+    assert re.search(r"MBN-2 every=1 +resnet20 +8 +0\.1 +78,200 +12\.34 \(n = 1\)", recorded)
+    assert re.search(r"MBN-2 every=4 +resnet20 +8 +0\.1 +78,200 +13\.00 \(n = 1\)", recorded)
+    assert "99.00" not in recorded
 
 
 def test_without_the_lab_s_packages_the_command_says_how_to_get_them():

@@ -161,7 +161,7 @@ def test_the_list_shows_arms_and_what_waits_and_runs_nothing(call):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["miniatur"], "no study 'miniatur'; Did you mean miniature"),
+        (["miniatur"], "no study 'miniatur'. Did you mean miniature"),
         (["--only", "XBN*"], "--only matches no arm; there are BN/8, MBN-2/8"),
         (["--jobs", "-1"], "--jobs must not be negative"),
     ],

@@ -23,6 +23,7 @@ from memnorm.lab.environment import cores
 from memnorm.lab.errors import FAILED, OK
 from memnorm.lab.grid import run_all
 from memnorm.lab.listen import Outcome
+from memnorm.lab.report.families import arm_key, arm_labels
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.statistics import Sample
 from memnorm.lab.store import Store, StoredRun
@@ -126,7 +127,9 @@ def live_part(found: compare.Answer) -> Part:
 
 
 def recorded_evidence(results: Path) -> list[StoredRun]:
-    return [run for run in Store(results).runs() if run.spec.data == "cifar10" and run.status == "finished"]
+    """Without the trials that chose a learning rate, which are not measured on test images."""
+    runs = [run for run in Store(results).runs() if run.status == "finished"]
+    return [run for run in runs if run.spec.data == "cifar10" and not run.spec.holdout]
 
 
 def recorded_part(runs: Sequence[StoredRun]) -> list[Part]:
@@ -134,11 +137,13 @@ def recorded_part(runs: Sequence[StoredRun]) -> list[Part]:
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         groups.setdefault(run.spec.but(seed=0).digest, []).append(run)
+    labels = arm_labels([run.spec for run in runs])
     rows = []
     for group in groups.values():
         spec, errors = group[0].spec, Sample([run.result["final"]["test_error"] for run in group if run.result])
-        rows.append((spec.arm, spec.model, str(spec.batch_size), f"{spec.iterations:,}", errors.text))
-    header = ("norm", "model", "batch", "iterations", "test error %")
+        settings = (spec.model, str(spec.batch_size), f"{spec.learning_rate:g}", f"{spec.iterations:,}")
+        rows.append((labels[arm_key(spec)], *settings, errors.text))
+    header = ("norm", "model", "batch", "rate", "iterations", "test error %")
     where = "Recorded earlier, not run now; spec, machine and commit of each are in the results folder."
     return [Part("Recorded on CIFAR-10", [where], [report.Grid("", header, rows)])] if rows else []
 

@@ -76,7 +76,7 @@ def selected(arguments: Any) -> list[Study]:
         if name not in every:
             near = difflib.get_close_matches(name, every, n=2)
             guess = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise UsageError(f"no study {name!r};{guess} There are {', '.join(every)}.")
+            raise UsageError(f"no study {name!r}.{guess} There are {', '.join(every)}.")
     studies = [study for name, study in every.items() if not arguments.studies or name in arguments.studies]
     patterns = [pattern.lower() for word in arguments.only or [] for pattern in names(word)]
     if not patterns:

@@ -34,7 +34,7 @@ def _common(spec: RunSpec) -> str:
     return json.dumps({name: value for name, value in spec.as_dict().items() if name not in loose}, sort_keys=True)
 
 
-def _arm(spec: RunSpec) -> str:
+def arm_key(spec: RunSpec) -> str:
     return json.dumps([spec.as_dict()[name] for name in ARM_FIELDS], sort_keys=True)
 
 
@@ -76,15 +76,15 @@ def _lengths(specs: Sequence[RunSpec]) -> dict[int, int]:
 
 
 def _comparable(groups: Sequence[Group]) -> bool:
-    places = {(_arm(group.spec), group.spec.batch_size) for group in groups}
+    places = {(arm_key(group.spec), group.spec.batch_size) for group in groups}
     lengths = {(group.spec.batch_size, group.spec.iterations) for group in groups}
     return len(places) == len(groups) and len(lengths) == len({size for size, _ in lengths})
 
 
 def _family(groups: Sequence[Group]) -> Family:
     labels = arm_labels([group.spec for group in groups])
-    ordered = sorted(groups, key=lambda group: (_rank(group.spec), labels[_arm(group.spec)], group.spec.batch_size))
-    named = tuple((labels[_arm(group.spec)], group) for group in ordered)
+    ordered = sorted(groups, key=lambda group: (_rank(group.spec), labels[arm_key(group.spec)], group.spec.batch_size))
+    named = tuple((labels[arm_key(group.spec)], group) for group in ordered)
     spec = ordered[0].spec
     digest = hashlib.sha256("".join(sorted(group.key for group in groups)).encode()).hexdigest()[:8]
     return Family(
@@ -105,7 +105,7 @@ def _rank(spec: RunSpec) -> tuple[int, str, bool]:
 
 def arm_labels(specs: Sequence[RunSpec]) -> dict[str, str]:
     """Arm identity to label: BN, MBN-2, and the options where the name alone would not tell two arms apart."""
-    arms = {_arm(spec): spec for spec in specs}
+    arms = {arm_key(spec): spec for spec in specs}
     labels = {}
     for key, spec in arms.items():
         rivals = [other for other in arms.values() if other.arm == spec.arm]

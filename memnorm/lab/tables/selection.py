@@ -55,7 +55,7 @@ class Catalogue:
             if wanted != "all" and wanted not in self.names:
                 near = difflib.get_close_matches(wanted, [*self.names, "all"], n=3, cutoff=0.5)
                 guess = f" Did you mean {' or '.join(near)}?" if near else ""
-                raise UsageError(f"no table or figure {name!r};{guess} There are {', '.join(self.names)}, and all.")
+                raise UsageError(f"no table or figure {name!r}.{guess} There are {', '.join(self.names)}, and all.")
             chosen.update(self.names if wanted == "all" else [wanted])
         return chosen
 
