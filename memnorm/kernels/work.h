@@ -122,8 +122,10 @@ void by_slice(const Backward<T, S> &job, Layout layout, int64_t size, int64_t th
 
 // Whole channels to a thread where there are enough: its second reading of a channel then comes from its cache.
 template <class Job> void run(const Job &job, bool planes, int64_t threads) {
-    constexpr int64_t ALONE = 65536;  // values that one thread is done with before a second one has begun
-    if (threads < 1 || job.n * job.c * job.l < ALONE) threads = 1;
+    // Values that one thread is done with before a second one has begun; more for few rows of many channels, whose
+    // sums have to be joined.
+    int64_t alone = planes || job.n * job.l >= 4 * job.c ? 16384 : 65536;
+    if (threads < 1 || job.n * job.c * job.l < alone) threads = 1;
     if (!planes)
         by_slice(job, Rows(), job.n * job.l, threads < job.n * job.l ? threads : job.n * job.l);
     else if (job.c >= 4 * threads || job.c % threads == 0 || job.n == 1)
