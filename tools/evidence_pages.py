@@ -22,7 +22,6 @@ from memnorm.lab.evidence.findings import (
 from memnorm.lab.report import figures, html, plot
 from memnorm.lab.report.collect import collect
 from memnorm.lab.report.model import Family, Page
-from memnorm.lab.report.present import duration
 from memnorm.lab.statistics import holm, number
 
 NOT_RUN = "not run yet"
@@ -125,29 +124,27 @@ def helps(found: Findings) -> list[str]:
 
 
 def costs(found: Findings, bench: Mapping[str, Any]) -> list[str]:
-    shares = [
-        f"{where} {ours.cost.step_ms / base.cost.step_ms:.2f}"
-        for where, ours, base, _ in pairs(found)
-        if ours.cost.step_ms and base.cost.step_ms
-    ]
-    lines = [f"In the runs below a step of {OURS} took, in steps of {BASE}: {'; '.join(shares)}."] if shares else []
-    quiet = [
-        f"{network['model']} at batch size {network['batch_size']} {one['ratio']:.2f}"
-        for network in bench["step"]["networks"]
-        for one in network["arms"]
-        if one["name"] == OURS
+    steps: dict[str, list[str]] = {}
+    for network in bench["step"]["networks"]:
+        for one in network["arms"]:
+            where = f"{network['model']} at batch size {network['batch_size']}"
+            steps.setdefault(one["name"], []).append(f"{where} {one['ratio']:.2f}")
+    machine = f"{bench['where']['machine']}, {bench['where']['threads']} threads"
+    lines = [
+        f"{name}: a step in steps of {BASE}, measured on a quiet machine ({machine}): {', '.join(told)}."
+        for name, told in steps.items()
+        if name.startswith(OURS)
     ]
     evaluation = geometric_mean([row["eval"]["ratio"] for row in bench["layer"]["shapes"]])
     lines.append(
-        f"On a quiet machine ({bench['where']['machine']}, {bench['where']['threads']} threads), a step of {OURS} "
-        f"against {BASE}'s: {', '.join(quiet)}; a layer in eval {evaluation:.2f} times {BASE}'s. "
-        "[Performance](performance.md) has the rest."
+        f"A layer in eval takes {evaluation:.2f} times {BASE}'s time. [Performance](performance.md) has the rest."
     )
+    lines.append("The runs below shared their machine with others and were paused: their times are no measurements.")
     return lines + cheaper(found)
 
 
 def cheaper(found: Findings) -> list[str]:
-    """What a part of the second forward saves and costs, where that is a study's question."""
+    """What a part of the second forward costs in accuracy, where that is a study's question."""
     lines, missing = [], []
     for study in (one for one in found.studies if one.baseline == OURS):
         for one in found.arms(study):
@@ -158,9 +155,7 @@ def cheaper(found: Findings) -> list[str]:
             if gap is None:
                 missing.append(where)
                 continue
-            mine, full = one.cost.step_ms, whole.cost.step_ms
-            time = f"a step took {mine / full:.2f} times the full {OURS}'s; " if mine and full else ""
-            lines.append(f"**{where}**: {time}{compared(one.label, OURS, gap)}.")
+            lines.append(f"**{where}**: {compared(one.label, OURS, gap)}.")
     return with_missing(lines, missing)
 
 
@@ -212,7 +207,7 @@ def table(found: Findings, study: Study) -> str:
     beside = any(arm.cell for arm in study.arms)
     several = len(study.batch_sizes) > 1
     header = ["arm", *(["batch"] if several else []), "learning rate", "test error in %", f"minus {study.baseline}'s"]
-    header += ["recalibrated", "diverged", "training time", *(["paper"] if beside else [])]
+    header += ["recalibrated", "diverged", *(["paper"] if beside else [])]
     rows = [row(found, one, several, beside) for one in found.arms(study)]
     return "\n".join([_row(header), _row(["---"] * len(header)), *rows])
 
@@ -221,7 +216,7 @@ def row(found: Findings, one: Found, several: bool, beside: bool) -> str:
     spec = one.arm.spec
     base = found.arm(one.study.name, one.study.baseline, spec.batch_size)
     gap = apart(one, base) if base and one.label != one.study.baseline else None
-    again, seconds = one.sample(RECALIBRATED), one.seconds
+    again = one.sample(RECALIBRATED)
     printed = one.arm.cell.printed if one.arm.cell else None
     cells = [
         one.label,
@@ -231,7 +226,6 @@ def row(found: Findings, one: Found, several: bool, beside: bool) -> str:
         gap_text(gap) if gap else "–",
         again.text if again else "–",
         f"{len(one.diverged)} of {len(one.runs)}" if one.runs else "–",
-        duration(seconds),
         *([number(printed) if printed is not None else "–"] if beside else []),
     ]
     return _row(cells)

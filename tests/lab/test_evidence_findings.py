@@ -69,6 +69,15 @@ def test_an_arm_counts_what_diverged_and_what_is_missing(tmp_path):
     assert one.sample().text == "33.50 ± 0.71 (n = 2)"
 
 
+def test_a_seed_that_another_study_has_run_counts_as_well(tmp_path):
+    """The small study asks for two seeds of what the other one runs three times."""
+    record(tmp_path, "cheaper-second-forward", {"MBN-2": [30.0, 31.0, 30.5]})
+    one = found(tmp_path).arm("tiny-batch-resnet8", "MBN-2", 8)
+    assert one.arm.seeds == 2
+    assert one.errors() == {0: 30.0, 1: 31.0, 2: 30.5}
+    assert one.missing == 0
+
+
 def test_a_study_whose_rates_are_not_chosen_has_no_runs(tmp_path):
     record(tmp_path, FIRST, BETTER)
     one = found(tmp_path).arm("small-batch-resnet20-tuned", "BN")

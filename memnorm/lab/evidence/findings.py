@@ -12,7 +12,7 @@ from typing import Any
 from memnorm.lab.evidence.queue import chosen_rate
 from memnorm.lab.evidence.study import Arm, Study
 from memnorm.lab.report.model import Group, final
-from memnorm.lab.report.verdict import Cost, Results, Verdict, verdict
+from memnorm.lab.report.verdict import Results, Verdict, verdict
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.statistics import CONFIDENCE, Difference, Sample, difference, number, p_text
 from memnorm.lab.store import StoredRun
@@ -22,7 +22,9 @@ RECALIBRATED = "test_error_recalibrated"
 
 @dataclass(frozen=True)
 class Found:
-    """An arm and its runs that are done, by seed. `rate` is None while the learning rate is not chosen."""
+    """An arm and its runs that are done, by seed: those it asks for, and further seeds that another study has run.
+    `rate` is None while the learning rate is not chosen.
+    """
 
     study: Study
     arm: Arm
@@ -43,7 +45,7 @@ class Found:
 
     @property
     def missing(self) -> int:
-        return self.arm.seeds - len(self.runs)
+        return len(set(range(self.arm.seeds)) - {run.spec.seed for run in self.runs})
 
     def errors(self, metric: str = "test_error") -> dict[int, float]:
         """By seed, of the runs that finished."""
@@ -53,16 +55,6 @@ class Found:
         values = list(self.errors(metric).values())
         return Sample(values) if values else None
 
-    @property
-    def cost(self) -> Cost:
-        return self.group.cost if self.group else Cost()
-
-    @property
-    def seconds(self) -> float | None:
-        """Of training, on average over the seeds that finished."""
-        values = [run.result["seconds"] for run in self.runs if run.result and run.status == "finished"]
-        return Sample(values).mean if values else None
-
 
 class Findings:
     """The studies with all that is stored of them."""
@@ -70,6 +62,9 @@ class Findings:
     def __init__(self, studies: Sequence[Study], runs: Iterable[StoredRun]) -> None:
         self.studies = tuple(studies)
         self._runs = {run.spec.digest: run for run in runs if run.result is not None}
+        self._seeds: dict[str, list[StoredRun]] = {}
+        for run in sorted(self._runs.values(), key=lambda one: one.spec.seed):
+            self._seeds.setdefault(run.spec.but(seed=0).digest, []).append(run)
 
     def result(self, spec: RunSpec) -> dict[str, Any] | None:
         run = self._runs.get(spec.digest)
@@ -88,8 +83,8 @@ class Findings:
 
     def _found(self, study: Study, arm: Arm) -> Found:
         rate = chosen_rate(study, arm, self.result)
-        specs = [] if rate is None else [arm.run(seed, rate) for seed in range(arm.seeds)]
-        return Found(study, arm, rate, tuple(self._runs[one.digest] for one in specs if one.digest in self._runs))
+        runs = [] if rate is None else self._seeds.get(arm.run(0, rate).digest, [])
+        return Found(study, arm, rate, tuple(runs))
 
     def specs(self) -> list[RunSpec]:
         """Of every stored run that belongs to a study, trials of learning rates included."""
@@ -101,16 +96,16 @@ class Findings:
         return list(found.values())
 
     def verdict(self, study: Study) -> Verdict:
-        """What may be concluded from a study about the norms in it."""
+        """What may be concluded from a study about the norms in it. Not about their costs: runs share the machine with
+        others and are paused.
+        """
         results: dict[str, dict[int, dict[int, float | None]]] = {}
-        costs: dict[str, dict[int, Cost]] = {}
         for one in self.arms(study):
             errors: Mapping[int, float] = one.errors()
             by_seed = {run.spec.seed: errors.get(run.spec.seed) for run in one.runs}
             results.setdefault(one.label, {})[one.arm.spec.batch_size] = by_seed
-            costs.setdefault(one.label, {})[one.arm.spec.batch_size] = one.cost
         told: Results = results
-        return verdict(told, costs, baseline=study.baseline)
+        return verdict(told, {}, baseline=study.baseline)
 
 
 def apart(first: Found, second: Found, metric: str = "test_error", other: str = "") -> Difference | None:
