@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
-from optional import library
+from exporting import MANY, assert_folded, in_onnx_runtime, quantized
 from support import assert_same_state, images
 from tooling import Layer, compute_on, double, resnet, trained
 from torch import Tensor, fx, nn
-from torch.export import Dim
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import memnorm
@@ -20,8 +18,6 @@ import memnorm
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch about itself
     from torch.fx.experimental.optimization import fuse
-
-MANY = {0: Dim("images", min=1)}  # any number of images
 
 
 def evaluating(dtype: torch.dtype = double) -> nn.Module:
@@ -133,67 +129,29 @@ def test_a_jit_trace_of_a_residual_network_evaluates_the_same_on_another_number_
     torch.testing.assert_close(loaded(x), net(x), rtol=0, atol=1e-12)
 
 
-# ONNX
-
-
-@pytest.fixture(scope="module")
-def onnxruntime() -> Any:
-    for name in ("onnx", "onnxscript"):
-        library(name)
-    return library("onnxruntime")
+# ONNX and quantization
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [False, True], ids=["converted", "made plain"])
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
-def test_onnx_runtime_computes_what_the_network_does_on_any_number_of_images(onnxruntime, plain, tmp_path):
+def test_onnx_runtime_computes_what_the_network_does_on_any_number_of_images(plain, tmp_path):
     net = evaluating(torch.float32)
-    exported = memnorm.to_batchnorm(copy.deepcopy(net)) if plain else net
-    example = (images(4, seed=0),)
-    torch.onnx.export(exported, example, tmp_path / "net.onnx", dynamic_shapes=(MANY,), verbose=False)
-    session = onnxruntime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    computed = in_onnx_runtime(memnorm.to_batchnorm(copy.deepcopy(net)) if plain else net, tmp_path)
     for x in (other_images(torch.float32), images(1, seed=3)):
-        (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-        torch.testing.assert_close(torch.from_numpy(y), net(x).detach(), rtol=0, atol=1e-5)
-
-
-# Quantization
-
-
-@pytest.fixture(scope="module")
-def torchao() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, as it imports
-        library("torchao")
-        library("torchao.quantization.pt2e.quantize_pt2e")
-        return library("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
-
-
-def quantized(net: nn.Module, torchao: Any) -> Any:
-    """pt2e quantization to 8 bits after training, calibrated on a few batches."""
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-
-    quantizer = torchao.X86InductorQuantizer()
-    quantizer.set_global(torchao.get_default_x86_inductor_quantization_config())
-    observed = prepare_pt2e(torch.export.export(net, (images(16, seed=0),)).module(), quantizer)
-    for seed in range(4):
-        observed(images(16, seed=seed))
-    return convert_pt2e(observed)
+        torch.testing.assert_close(computed(x), net(x).detach(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [False, True], ids=["converted", "made plain"])
-def test_quantization_folds_every_norm_and_stays_near_the_network(torchao, plain):
-    """As near as the same weights in a network that never had a memory; and no norm is left to be computed."""
+def test_quantization_folds_every_norm_and_stays_near_the_network(plain):
+    """As near as the same weights in a network that never had a memory."""
     net = evaluating(torch.float32)
     made_plain = memnorm.to_batchnorm(copy.deepcopy(net))
-    narrow = quantized(made_plain if plain else copy.deepcopy(net), torchao)
-    used = {str(node.target) for node in narrow.graph.nodes if node.op == "call_function"}
-    assert "quantized_decomposed.dequantize_per_channel.default" in used
-    assert not any("batch_norm" in name for name in used)
+    narrow = quantized(made_plain if plain else copy.deepcopy(net))
+    assert_folded(narrow)
     twin = memnorm.to_batchnorm(resnet(torch.float32)).eval()
     twin.load_state_dict(made_plain.state_dict())
     x = images(16, seed=9)
     with torch.no_grad():
-        torch.testing.assert_close(narrow(x), quantized(twin, torchao)(x), rtol=0, atol=0)
+        torch.testing.assert_close(narrow(x), quantized(twin)(x), rtol=0, atol=0)
         assert (narrow(x) - net(x)).std() < 0.1 * net(x).std()

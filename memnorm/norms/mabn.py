@@ -112,14 +112,14 @@ class MovingAverageBatchNorm(WindowedNorm):
         push(self.memory_square, square, finite)
         count_up(self.memory_steps, finite, max(self.window - 1, self.warmup))
 
-    def _average_product(self, product: Tensor, settled: Tensor) -> Tensor:
-        """Ψ̄ for the backward of a batch, which is recorded."""
-        total = product + self.memory_product.sum(0).to(product.dtype)
-        average = torch.where(settled, total / (1 + self.memory_backwards), product)
+    def _average_product(self, product: Tensor, settled: Tensor, memory: Tensor, backwards: Tensor) -> Tensor:
+        """Ψ̄ for the backward of a batch, which is recorded in the buffers that its forward had."""
+        total = product + memory.sum(0).to(product.dtype)
+        average = torch.where(settled, total / (1 + backwards), product)
         if self.recording:
             finite = product.isfinite().all()
-            push(self.memory_product, product, finite)
-            count_up(self.memory_backwards, finite, self.window - 1)
+            push(memory, product, finite)
+            count_up(backwards, finite, self.window - 1)
         return average
 
     def training_moments(self, batch: Moments) -> Moments:
@@ -146,6 +146,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx, x, weight, bias, average, ratio, settled, layer):
         ctx.save_for_backward(x, weight, average, ratio, settled)
         ctx.layer, ctx.bias_dtype = layer, None if bias is None else bias.dtype
+        ctx.memory = layer.memory_product, layer.memory_backwards
         scale = ratio if weight is None else ratio * weight.to(ratio.dtype)
         shift = None if bias is None else bias.to(ratio.dtype)
         return F.batch_norm(x, torch.zeros_like(average), average, scale, shift, False, 0.0, layer.eps)
@@ -159,7 +160,7 @@ class _Normalize(torch.autograd.Function):
         through, grad_scale, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad, x, scale, torch.zeros_like(average), average, None, None, False, layer.eps, [True, True, True]
         )
-        product = layer._average_product(scale * grad_scale / count_per_channel(x), settled)
+        product = layer._average_product(scale * grad_scale / count_per_channel(x), settled, *ctx.memory)
         pull = (product / (average + layer.eps)).view(1, -1, *[1] * (x.dim() - 2))
         grad_x = (through - x * pull).to(x.dtype)
         grad_weight = None if weight is None else (ratio * grad_scale).to(weight.dtype)

@@ -23,6 +23,7 @@ that runs. A forward that does not record moves on from sample to sample all the
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -122,10 +123,13 @@ class OnlineNorm(WindowedNorm):
         else:
             super()._record(batch, state)
 
-    def _control(self, mean_g: Tensor, mean_y: Tensor, mean_gy: Tensor, mean_yy: Tensor, scale: Tensor) -> Any:
-        """u and v before every sample, from its means (N, C) of y', y, y'y and y²; written where they got to."""
+    def _control(self, controls: tuple[Tensor, Tensor], means_NC: Iterable[Tensor], scale: Tensor) -> Any:
+        """u and v before every sample, from its means (N, C) of y', y, y'y and y²; written where they got to, into the
+        buffers that the forward had.
+        """
         gain = 1 - self.backward_decay
-        u, v = (control.to(scale.dtype, copy=True) for control in (self.control_mean, self.control_scale))
+        mean_g, mean_y, mean_gy, mean_yy = means_NC
+        u, v = (control.to(scale.dtype, copy=True) for control in controls)
         us, vs = [], []
         for t in range(scale.shape[0]):
             us.append(u)
@@ -134,8 +138,8 @@ class OnlineNorm(WindowedNorm):
             v = v + mean_gy[t] - gain * v * mean_yy[t]
         if self.recording:
             finite = (u.isfinite() & v.isfinite()).all()
-            self.control_mean.copy_(torch.where(finite, u.to(self.control_mean.dtype), self.control_mean))
-            self.control_scale.copy_(torch.where(finite, v.to(self.control_scale.dtype), self.control_scale))
+            for control, value in zip(controls, (u, v), strict=True):
+                control.copy_(torch.where(finite, value.to(control.dtype), control))
         return torch.stack(us), torch.stack(vs)
 
 
@@ -145,7 +149,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, mean_NC, scale_NC, layer):
         ctx.save_for_backward(x, mean_NC, scale_NC)
-        ctx.layer = layer
+        ctx.layer, ctx.controls = layer, (layer.control_mean, layer.control_scale)
         return ((_wide(x) - _like(mean_NC, x)) / _like(scale_NC, x)).view(x.shape)
 
     @staticmethod
@@ -156,7 +160,8 @@ class _Normalize(torch.autograd.Function):
         gain = 1 - layer.backward_decay
         y = (_wide(x) - _like(mean_NC, x)) / _like(scale_NC, x)
         g = _wide(grad)
-        u, v = layer._control(*(t.mean(_positions(x)) for t in (g, y, g * y, y.square())), scale_NC)
+        means_NC = [t.mean(_positions(x)) for t in (g, y, g * y, y.square())]
+        u, v = layer._control(ctx.controls, means_NC, scale_NC)
         grad_x = (g - gain * _like(v, x) * y) / _like(scale_NC, x) - gain * _like(u, x)
         return grad_x.view(x.shape).to(x.dtype), None, None, None
 

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from exporting import MANY, assert_folded, in_onnx_runtime, quantized
 from optional import library
 from support import assert_same_state, images, labels, small_net
 from torch import nn
-from torch.export import Dim
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -40,7 +40,7 @@ def trained(net, seeds, dtype=None):
 @each_norm
 def test_an_exported_network_evaluates_the_same_with_operations_of_torch_alone(name):
     net = network(name).eval()
-    program = torch.export.export(net, (images(4, seed=0),), dynamic_shapes=({0: Dim("images", min=1)},))
+    program = torch.export.export(net, (images(4, seed=0),), dynamic_shapes=(MANY,))
     used = {str(node.target).split(".")[0] for node in program.graph.nodes if node.op == "call_function"}
     assert used <= {"aten", "_operator"}
     assert not program.graph_signature.buffers_to_mutate
@@ -114,3 +114,54 @@ def test_a_whole_graph_that_would_not_record_in_backward_is_refused(name):
     compiled = torch.compile(network(name), fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match="records in backward"):
         trained(compiled, [10])
+
+
+@each_norm
+def test_a_functional_call_records_into_the_buffers_passed_in_and_no_others(name):
+    net, twin, kept = network(name), network(name), network(name)
+    parameters, buffers = dict(net.named_parameters()), {key: one.clone() for key, one in net.named_buffers()}
+    x, target = images(6, seed=10), labels(6, seed=10)
+    F.cross_entropy(torch.func.functional_call(net, (parameters, buffers), (x,)), target).backward()
+    F.cross_entropy(twin(x), target).backward()
+    assert_same_state(net, kept)
+    for key, buffer in twin.named_buffers():
+        torch.testing.assert_close(buffers[key], buffer, rtol=0, atol=0, msg=lambda m, k=key: f"{k}: {m}")
+    for key, parameter in twin.named_parameters():
+        torch.testing.assert_close(parameters[key].grad, parameter.grad, rtol=0, atol=0)
+
+
+@each_norm
+def test_func_grad_with_buffers_passed_in_gives_autograds_gradients_in_eval(name):
+    net = network(name).eval()
+    x, target = images(6, seed=10), labels(6, seed=10)
+    parameters, buffers = (
+        {key: one.detach() for key, one in named} for named in (net.named_parameters(), net.named_buffers())
+    )
+
+    def loss(parameters):
+        return F.cross_entropy(torch.func.functional_call(net, (parameters, buffers), (x,)), target)
+
+    gradients = torch.func.grad(loss)(parameters)
+    net.zero_grad()
+    F.cross_entropy(net(x), target).backward()
+    torch.testing.assert_close(gradients, {key: one.grad for key, one in net.named_parameters()}, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@each_norm
+def test_onnx_runtime_computes_what_the_network_does_on_any_number_of_images(name, tmp_path):
+    net = network(name).eval()
+    computed = in_onnx_runtime(net, tmp_path)
+    for x in (images(7, seed=9), images(1, seed=3)):
+        torch.testing.assert_close(computed(x), net(x).detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "online"])  # more than batch norm in eval
+def test_quantization_of_a_network_made_plain_folds_every_norm(name):
+    net = network(name).eval()
+    narrow = quantized(memnorm.to_batchnorm(copy.deepcopy(net)))
+    assert_folded(narrow)
+    x = images(16, seed=9)
+    with torch.no_grad():
+        assert (narrow(x) - net(x)).std() < 0.1 * net(x).std()
