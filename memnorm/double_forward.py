@@ -349,7 +349,7 @@ class DoubleForward:
         model = self._model()
         if model is not None:
             census = self._pending[-1].census if self._pending else Census.of(modules_of(model))
-            check_kept(model, self._names, "double_forward", census.holders)
+            check_kept(model, self._names, "double_forward", census.without_record(model))
             if not census.recorders:
                 raise NothingToRecord(f"double_forward: {nothing_records(model)}")
         if model is not None and self._forwards == 0 and any(gradient is not None for gradient in self._gradients()):

@@ -12,7 +12,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     level = [model]
     while level:
         found.update(dict.fromkeys(level))
-        children = [child for one in level if one._modules for child in one._modules.values()]
+        children = dict.fromkeys(child for one in level if one._modules for child in one._modules.values())
         level = [child for child in children if child is not None and child not in found]
     return list(found)
 

@@ -29,19 +29,19 @@ BOUND = 64
 
 def inside_backward() -> bool:
     """Whether autograd runs this forward again, unless it is a forward of our own for an optimizer inside backward."""
-    return torch._C._current_graph_task_id() != -1 and not deliberate.now
+    return torch._C._current_graph_task_id() != -1 and not deliberate.depth
 
 
 class _Deliberate(threading.local):
     """A context within which forwards are no recomputations wherever they run."""
 
-    now = False
+    depth = 0
 
     def __enter__(self) -> None:
-        self.now = True
+        self.depth += 1
 
     def __exit__(self, *exc_info: object) -> None:
-        self.now = False
+        self.depth -= 1
 
 
 deliberate = _Deliberate()

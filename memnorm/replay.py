@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -31,20 +31,25 @@ def recorders(model: nn.Module) -> Iterator[Recording]:
 
 
 class Census(NamedTuple):
-    """Those modules of a model that a step asks for, found in one walk."""
+    """The modules of a model, sorted once for all that a step asks. Not the model itself if it does not record: who
+    keeps a census must not keep a model alive.
+    """
 
     recorders: list[Recording]
-    holders: list[nn.Module]  # of other buffers
+    others: list[nn.Module]
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module]) -> Census:
+    def of(cls, modules: Sequence[nn.Module]) -> Census:
         found = cls([], [])
         for module in modules:
-            if isinstance(module, Recording):
-                found.recorders.append(module)
-            elif module._buffers:
-                found.holders.append(module)
+            (found.recorders if isinstance(module, Recording) else found.others).append(module)  # type: ignore[arg-type]
+        if found.others and found.others[0] is modules[0]:
+            del found.others[0]
         return found
+
+    def without_record(self, model: nn.Module) -> list[nn.Module]:
+        """All modules of `model` that do not record."""
+        return self.others if isinstance(model, Recording) else [model, *self.others]
 
 
 def named_recorders(model: nn.Module) -> dict[str, Recording]:
@@ -112,12 +117,15 @@ class Surroundings(NamedTuple):
         """As they are now for a model of these modules; without `libraries`, the random states of Python and numpy,
         which take long, are missing.
         """
-        device = _device(modules)
-        devices = ["cpu"] if device in ("cpu", "meta") else ["cpu", device]
+        devices = _devices(modules)
         return cls(
             _rng_state(devices, libraries),
             {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices},
         )
+
+    def meets_autocast(self) -> bool:
+        """Whether autocast was on or is on now."""
+        return any(enabled or torch.is_autocast_enabled(device) for device, (enabled, _) in self.autocast.items())
 
     def drawn_from(self) -> bool:
         """Whether someone has drawn from the generators of Python or numpy since."""
@@ -125,13 +133,11 @@ class Surroundings(NamedTuple):
         return any(_flat(now[name]) != _flat(self.rng.get(name, ())) for name in ("python", "numpy") if name in now)
 
 
-def _device(modules: Iterable[nn.Module]) -> str:
-    """The type of device on which the first parameter is."""
-    for module in modules:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                return parameter.device.type
-    return "cpu"
+def _devices(modules: Iterable[nn.Module]) -> list[str]:
+    """The types of devices on which parameters are, the processor always among them."""
+    parameters = (one for module in modules for one in module._parameters.values() if one is not None)
+    others = {one.device.type for one in parameters if not one.is_cpu} - {"meta"}
+    return ["cpu", *sorted(others)]
 
 
 def _rng_state(devices: Iterable[str], libraries: bool) -> dict[str, Any]:
@@ -177,21 +183,21 @@ def replay(
         torch.no_grad(),
         deliberate,
         recorded_by(census.recorders, layers),
-        buffers_restored(census.holders),
+        buffers_restored(census.without_record(model)),
         _rng(surroundings.rng),
-        _autocast(surroundings.autocast),
+        _autocast(surroundings.autocast) if surroundings.meets_autocast() else nullcontext(),
     ):
         inner(*args, **kwargs)
 
 
-def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> AbstractContextManager[Any]:
-    stack = None
-    for device, (enabled, dtype) in states.items():
-        if enabled or torch.is_autocast_enabled(device):
-            stack = stack or ExitStack()
-            # With the cache on, a nested autocast would hand out the weights of before the step.
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
-    return stack or nullcontext()
+@contextmanager
+def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device, (enabled, dtype) in states.items():
+            if enabled or torch.is_autocast_enabled(device):
+                # With the cache on, a nested autocast would hand out the weights of before the step.
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+        yield
 
 
 @contextmanager

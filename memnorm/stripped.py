@@ -18,8 +18,8 @@ ADVICE = (
 
 
 def check_kept(model: nn.Module, names: Iterable[str], caller: str, modules: Iterable[nn.Module]) -> None:
-    """Complain if any of the named layers, which recorded once, is a SyncBatchNorm now. `modules`: all of the model's
-    that have buffers.
+    """Complain if any of the named layers, which recorded once, is a SyncBatchNorm now. `modules`: all that do not
+    record.
     """
     if nn.SyncBatchNorm not in map(type, modules):
         return

@@ -110,8 +110,11 @@ def test_when_its_optimizer_is_deleted_the_training_forward_records_again():
     assert_remembers(model, batch(1))
 
 
-def test_it_does_not_keep_the_model_alive():
+@pytest.mark.parametrize("owns_a_buffer", [False, True])
+def test_it_does_not_keep_the_model_alive(owns_a_buffer):
     model = transparent_net()
+    if owns_a_buffer:
+        model.register_buffer("own", torch.zeros(2))
     optimizer = sgd(model)
     handle = memnorm.double_forward(model, optimizer)
     train_step(model, optimizer, batch(1))

@@ -8,6 +8,7 @@ import copy
 import functools
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 
 import memnorm
-from memnorm.replay import recorders
+from memnorm.modules import modules_of
+from memnorm.replay import _devices, recorders
 
 # Random numbers
 
@@ -177,6 +179,16 @@ def by_assignment(module: Any) -> None:
     module.calls = module.calls + 1
 
 
+class Late(nn.Module):
+    """Makes the buffer in which it counts when it is first called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._buffers:
+            self.register_buffer("calls", torch.zeros(()))
+        self.get_buffer("calls").add_(1)
+        return x
+
+
 def instance_norm() -> nn.Module:
     norm = nn.InstanceNorm1d(3, track_running_stats=True)
     return nn.Sequential(nn.Unflatten(1, (3, 1)), nn.ConstantPad1d(1, 0.5), norm, nn.Flatten())
@@ -191,6 +203,7 @@ def instance_norm() -> nn.Module:
         pytest.param(lambda: Counting(lambda module: module.calls.add_(1)), id="counted in place"),
         pytest.param(lambda: Counting(by_assignment), id="counted by assignment"),
         pytest.param(lambda: Counting(lambda module: module.calls.data.add_(1)), id="counted in .data"),
+        pytest.param(Late, id="counted in a buffer made in the forward"),
     ],
 )
 def test_the_second_forward_changes_no_buffer_of_other_modules(seeded, other):
@@ -207,6 +220,66 @@ def test_the_second_forward_changes_no_buffer_of_other_modules(seeded, other):
         runs.append(model[2])
     assert list(runs[0].buffers())
     assert_same_state(*runs)
+
+
+def test_the_second_forward_changes_no_buffer_of_the_model_itself():
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = transparent_net()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.net(x)
+
+    model = Counted()
+    optimizer = sgd(model)
+    memnorm.double_forward(model, optimizer)
+    for seed in (1, 2, 3):
+        train_step(model, optimizer, batch(seed))
+    assert model.calls == 3
+    assert_remembers(model, batch(3), batch(2), batch(1))
+
+
+def test_modules_are_found_once_each_however_often_they_are_shared():
+    model = nn.Sequential(transparent_net(), nn.Module())
+    model[1].register_module("nothing", None)
+    for _ in range(40):  # 2⁴⁰ ways to the innermost
+        model = nn.Sequential(model, model)
+    found = modules_of(model)
+    assert found[0] is model
+    assert len(found) == len(set(found)) == 40 + 1 + 6 + 1 - 1
+    assert set(found) == set(model.modules())
+
+
+def test_every_device_with_a_parameter_counts():
+    """With something in the place of a parameter on a GPU."""
+    far = SimpleNamespace(_parameters={"weight": SimpleNamespace(is_cpu=False, device=torch.device("cuda"))})
+    here, nowhere = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+    for order in ((far, here, nowhere), (nowhere, here, far), (here, far, here)):
+        assert _devices(order) == ["cpu", "cuda"]
+    assert _devices([here, nowhere]) == ["cpu"]
+
+
+def test_a_second_forward_may_contain_one_of_another_model():
+    """In an optimizer that steps inside backward, where forwards are else taken for recomputed ones."""
+    other = transparent_net()
+
+    class Nesting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                memnorm.rerecord(other, batch(7))
+            return x
+
+    model = transparent_net(Nesting())
+    optimizer = sgd(model)
+    memnorm.double_forward(model, optimizer)
+    last = next(model.parameters())  # whose gradient comes last
+    last.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    accumulate(model, batch(1))
+    assert_remembers(model, batch(1))
+    assert_remembers(other, batch(7))
 
 
 def test_a_graph_that_saved_a_buffer_can_still_run_backward_after_the_step():

@@ -254,8 +254,8 @@ def origin(arms: Sequence[Found]) -> str:
     span = days[0] if len(set(days)) == 1 else f"{days[0]} to {days[-1]}" if days else "unknown"
     return (
         f"Commit {each('commit')}; {each('machine')}; {each('threads')} thread per run; torch {each('torch')}; {span}. "
-        "Differences are paired by seed, with a 95 % interval and a p-value that is not corrected; the sentence in "
-        "bold is."
+        "Differences are paired by seed, over the seeds that both have, with a 95 % interval and a p-value that is not "
+        "corrected; the sentence in bold is."
     )
 
 

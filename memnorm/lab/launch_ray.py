@@ -3,8 +3,8 @@
 The folders of runs and of data must lie where every machine of the cluster sees them under the same path: what a run
 writes is looked for there by the command that asked for it.
 
-Runs are asked to stop, not cancelled: Ray repeats a cancellation, so that it may fall into the saving, or meet the next
-run of the same process.
+Runs that have begun are asked to stop, not cancelled: Ray repeats a cancellation, so that it may fall into the saving,
+or meet the next run of the same process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ class Board:
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, Any]] = []
+        self.begun: set[str] = set()
         self.closed = False
+
+    def admits(self, digest: str) -> bool:
+        """Whether a run may begin, or go on waiting for who holds it."""
+        if not self.closed:
+            self.begun.add(digest)
+        return not self.closed
 
     def write(self, kind: str, arguments: tuple[Any, ...]) -> bool:
         self.lines.append((kind, arguments))
@@ -45,11 +52,10 @@ class Board:
         lines, self.lines = self.lines, []
         return lines
 
-    def close(self) -> None:
+    def close(self) -> set[str]:
+        """From now on everybody is told to stop; returns who has begun."""
         self.closed = True
-
-    def is_closed(self) -> bool:
-        return self.closed
+        return self.begun
 
 
 class Cluster:
@@ -91,6 +97,8 @@ class Cluster:
         spec = self.running.pop(reference)
         try:
             kind, payload = ray.get(reference)
+        except ray.exceptions.TaskCancelledError:
+            return "stop", _stopped()
         except ray.exceptions.RayError as error:
             why = str(error).strip().splitlines()[0]
             return "ended", Outcome(spec, "failed", f"its task ended: {why}; the same command goes on with it")
@@ -100,19 +108,24 @@ class Cluster:
         return kind, payload
 
     def save_and_stop(self) -> None:
-        ray.get(self.board.close.remote())
+        begun = ray.get(self.board.close.remote())
+        for reference, spec in self.running.items():
+            if spec.digest not in begun:  # there may never be room for it
+                ray.cancel(reference)
 
     def dismiss(self) -> None:
-        if self.running:
-            ray.wait(list(self.running), num_returns=len(self.running))
-        ray.kill(self.board)
-        if self.is_ours:
-            ray.shutdown()
+        try:
+            if self.running:
+                ray.wait(list(self.running), num_returns=len(self.running))
+        finally:
+            ray.kill(self.board)
+            if self.is_ours:
+                ray.shutdown()
 
 
 def _attempt(work: Work, spec: RunSpec, wait_for_holder: bool, board: Any) -> tuple[str, Any]:
     """The cluster's side of a run."""
-    asked = False
+    asked, folder = False, Store(work.root).run(spec)
 
     def send(kind: str, *arguments: Any) -> None:
         nonlocal asked
@@ -121,14 +134,20 @@ def _attempt(work: Work, spec: RunSpec, wait_for_holder: bool, board: Any) -> tu
             _thread.interrupt_main()  # as Ctrl-C: a run that has begun saves. Ray blocks true signals.
 
     try:
-        while not _told(board.is_closed.remote()):
+        while _told(board.admits.remote(spec.digest)):
+            if wait_for_holder and folder.is_held():
+                time.sleep(1)
+                continue
             answer = work.attempt(spec, Relay(spec, send), wait=False)
             if answer[0] != "held" or not wait_for_holder:
                 return answer
-            time.sleep(2)
     except KeyboardInterrupt:  # before its first step
         pass
-    return "stop", Interrupted("stopped on the cluster; the same command goes on from what was saved")
+    return "stop", _stopped()
+
+
+def _stopped() -> Interrupted:
+    return Interrupted("stopped on the cluster; the same command goes on from what was saved")
 
 
 def _told(reference: Any) -> Any:

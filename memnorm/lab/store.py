@@ -109,6 +109,16 @@ class RunFolder:
             (self.path / "holder.json").unlink(missing_ok=True)
             lock.release()
 
+    def is_held(self) -> bool:
+        """Whether a process is in."""
+        try:
+            with filelock.FileLock(self.path / "lock", timeout=0):
+                return False
+        except filelock.Timeout:
+            return True
+        except OSError:  # there is no folder yet
+            return False
+
     def _holder(self) -> str:
         try:
             holder = json.loads((self.path / "holder.json").read_text())

@@ -9,6 +9,8 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 
 import pytest
 from labkit import EVERY_STEP, HERE, PLAIN, timeless, tiny, undisturbed
@@ -151,6 +153,16 @@ def test_a_processor_is_one_runs_alone_also_while_it_reports(store):
     specs = [tiny(seed=seed, iterations=100, evaluations=2, model_options={"pause": 0.02}) for seed in range(5)]
     assert statuses(on_ray(specs, store, listener=Counting())) == [(spec, "finished") for spec in specs]
     assert max(at_a_time) == 2
+
+
+@pytest.mark.slow
+def test_an_interrupt_does_not_wait_for_runs_that_the_cluster_has_no_room_for(store):
+    """It has no GPU."""
+    interrupt = threading.Timer(3.0, os.kill, [os.getpid(), signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(Interrupted, match="what was saved is kept"):
+        on_ray(GOOD, store, execution=replace(PLAIN, device="cuda:0"))
+    assert statuses(on_ray(GOOD, store)) == [(spec, "finished") for spec in GOOD]
 
 
 @pytest.mark.slow

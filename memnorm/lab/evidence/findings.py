@@ -22,7 +22,7 @@ RECALIBRATED = "test_error_recalibrated"
 
 @dataclass(frozen=True)
 class Found:
-    """An arm and its runs that are done, by seed: those it asks for, and further seeds that another study has run.
+    """An arm and its runs that are done, by seed: those it asks for, and further seeds that another study asks for.
     `rate` is None while the learning rate is not chosen.
     """
 
@@ -62,9 +62,13 @@ class Findings:
     def __init__(self, studies: Sequence[Study], runs: Iterable[StoredRun]) -> None:
         self.studies = tuple(studies)
         self._runs = {run.spec.digest: run for run in runs if run.result is not None}
-        self._seeds: dict[str, list[StoredRun]] = {}
-        for run in sorted(self._runs.values(), key=lambda one: one.spec.seed):
-            self._seeds.setdefault(run.spec.but(seed=0).digest, []).append(run)
+        self._seeds: dict[str, int] = {}  # by the first seed's digest: how many seeds a study asks for at most
+        for study in self.studies:
+            for arm in study.arms:
+                rate = chosen_rate(study, arm, self.result)
+                if rate is not None:
+                    first = arm.run(0, rate).digest
+                    self._seeds[first] = max(arm.seeds, self._seeds.get(first, 0))
 
     def result(self, spec: RunSpec) -> dict[str, Any] | None:
         run = self._runs.get(spec.digest)
@@ -83,8 +87,9 @@ class Findings:
 
     def _found(self, study: Study, arm: Arm) -> Found:
         rate = chosen_rate(study, arm, self.result)
-        runs = [] if rate is None else self._seeds.get(arm.run(0, rate).digest, [])
-        return Found(study, arm, rate, tuple(runs))
+        seeds = 0 if rate is None else self._seeds[arm.run(0, rate).digest]
+        specs = [arm.run(seed, rate) for seed in range(seeds)]
+        return Found(study, arm, rate, tuple(self._runs[one.digest] for one in specs if one.digest in self._runs))
 
     def specs(self) -> list[RunSpec]:
         """Of every stored run that belongs to a study, trials of learning rates included."""
