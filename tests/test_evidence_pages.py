@@ -130,6 +130,17 @@ def test_the_cost_is_that_of_the_bench_not_of_the_runs(pages, tmp_path):
     assert "time per step" not in whole
 
 
+def test_the_summary_tells_what_there_is_before_the_first_study_is_run(pages, tmp_path):
+    record(tmp_path, "cheaper-second-forward", {"BN": [30.0, 31.0, 30.5], "MBN-2": [33.0, 34.2, 33.4]})
+    text = pages.summary(found(tmp_path))
+    assert "no certain gain over BN. On CIFAR-10 (" in text
+    assert "MBN-2's error is 3.03 points above BN's" in text
+    record(tmp_path / "other", "cheaper-second-forward", {"BN": [33.0, 34.2, 33.4], "MBN-2": [30.0, 31.0, 30.5]})
+    text = pages.summary(found(tmp_path / "other"))
+    assert "no certain gain" not in text
+    assert "MBN-2's error is 3.03 points below BN's" in text
+
+
 def test_a_cheaper_second_forward_is_judged_against_the_full_one(pages, tmp_path):
     record(tmp_path, "cheaper-second-forward", {"MBN-2": [30.0, 31.0, 30.5], "MBN-2, every 4th": [30.6, 31.5, 31.2]})
     text = part(made(pages, tmp_path)["evidence.md"], "What does it cost?")

@@ -356,14 +356,22 @@ def summary(found: Findings) -> str:
     ours, base = (found.arm(FIRST, label) for label in (OURS, BASE))
     gap = apart(ours, base) if ours and base else None
     if gap is None or gap.p is None:
-        return (
-            "Our own evidence is so far one small data set and shows no certain gain over BN; the paper's tables have "
-            "not been rerun yet, so treat its numbers as its authors' claim."
-        )
+        claim = "The paper's tables have not been rerun yet: treat its numbers as its authors' claim."
+        return " ".join([*_first_signs(found), claim])
     told = compared(OURS, BASE, gap)
     where = scope(found.study(FIRST), found.study(FIRST).batch_sizes[0])
     certain = "" if significant(gap) else " Treat the paper's gain as its authors' claim."
     return f"In our own runs ({where}), {told}.{certain} They are small networks on one machine."
+
+
+def _first_signs(found: Findings) -> list[str]:
+    """What there is before the first study has two seeds."""
+    gaps = [(where, apart(ours, base)) for where, ours, base, _ in pairs(found)]
+    known = [(where, gap) for where, gap in gaps if gap is not None and gap.p is not None]
+    told = [f"On CIFAR-10 ({where}), {compared(OURS, BASE, gap)}." for where, gap in known]
+    if any(significant(gap) and gap.mean < 0 for _, gap in known):
+        return told
+    return [f"Our own evidence is so far small and shows no certain gain over {BASE}.", *told]
 
 
 def render(found: Findings, bench: Mapping[str, Any], digits: str, root: Any) -> dict[str, str]:
