@@ -1,8 +1,6 @@
 """`python -m memnorm.lab` is the command `memnorm`."""
 
-import sys
-
-from memnorm.lab.cli import main
+from memnorm.lab.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import memnorm
 from memnorm.errors import MemnormError, OptionError
@@ -36,6 +36,18 @@ examples:
   memnorm reproduce small-batch --scale reduced --list
 """
 NEEDS = "the command memnorm needs the lab's packages ({error}): pip install 'memnorm[lab]'"
+
+
+def program() -> NoReturn:
+    """The command as a process. One of several that torchrun started leaves without taking Python down: torch's thread
+    for collectives may be at work still, and would abort it.
+    """
+    code = main()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
