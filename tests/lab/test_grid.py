@@ -274,7 +274,7 @@ def test_an_interrupt_for_the_parent_alone_saves_every_run(nursery, store):
 @pytest.mark.slow
 def test_ctrl_c_while_workers_start_leaves_no_process(nursery, store):
     for delay in (0.0, 0.02, 0.1, 0.5, 1.0, 2.0, 3.0, 4.0):
-        leader = nursery.begin_all(SLOW, store.root, jobs=2, spawn=True)
+        leader = nursery.begin_all(SLOWER, store.root, jobs=2, spawn=True)
         time.sleep(delay)
         os.killpg(leader, signal.SIGINT)
         assert nursery.ended()[0] in (130, 131)
