@@ -194,9 +194,8 @@ def replay(
 def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
     with ExitStack() as stack:
         for device, (enabled, dtype) in states.items():
-            if enabled or torch.is_autocast_enabled(device):
-                # With the cache on, a nested autocast would hand out the weights of before the step.
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            # With the cache on, a nested autocast would hand out the weights of before the step.
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
         yield
 
 

@@ -1,8 +1,13 @@
-"""Plain-text tables."""
+"""Plain text: tables, and what somebody may have meant."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+
+def suggestion(near: Sequence[str]) -> str:
+    """A sentence to go between two others; nothing if nothing is near."""
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:

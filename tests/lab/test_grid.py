@@ -27,14 +27,7 @@ spawn = pytest.mark.parametrize("spawn", [pytest.param(False, id="forked"), real
 jobs = pytest.mark.parametrize("jobs", [0, 2])
 
 
-@pytest.fixture(autouse=True)
-def _no_git(monkeypatch):
-    monkeypatch.setattr("memnorm.lab.environment.commit", lambda: None)
-
-
-@pytest.fixture
-def store(tmp_path) -> Store:
-    return Store(tmp_path / "runs")
+pytestmark = pytest.mark.usefixtures("no_git")
 
 
 @pytest.fixture(scope="module")

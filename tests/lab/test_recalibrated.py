@@ -9,21 +9,13 @@ from labkit import ARMS, PLAIN, Ear, content, images_of, timeless, tiny
 import memnorm
 from memnorm.lab.data import EVALUATION_BATCH, Data
 from memnorm.lab.errors import UsageError
-from memnorm.lab.store import Store
 from memnorm.lab.train import run
 from memnorm.lab.training import Training, load_data, recalibration_source, sources
 
 ADDED = ("test_error_recalibrated", "test_loss_recalibrated")
 
 
-@pytest.fixture(autouse=True)
-def _no_git(monkeypatch):
-    monkeypatch.setattr("memnorm.lab.environment.commit", lambda: None)
-
-
-@pytest.fixture
-def store(tmp_path) -> Store:
-    return Store(tmp_path)
+pytestmark = pytest.mark.usefixtures("no_git")
 
 
 @pytest.fixture

@@ -20,11 +20,6 @@ RESULT = {"status": "finished", "name": SPEC.name, "final": LINE}
 
 
 @pytest.fixture
-def store(tmp_path) -> Store:
-    return Store(tmp_path / "runs")
-
-
-@pytest.fixture
 def folder(store) -> RunFolder:
     """A run with one evaluation."""
     folder = store.run(SPEC)

@@ -30,15 +30,7 @@ from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store
 from memnorm.lab.train import run
 
-
-@pytest.fixture(autouse=True)
-def _no_git(monkeypatch):
-    monkeypatch.setattr("memnorm.lab.environment.commit", lambda: None)
-
-
-@pytest.fixture
-def store(tmp_path) -> Store:
-    return Store(tmp_path / "runs")
+pytestmark = pytest.mark.usefixtures("no_git")
 
 
 @pytest.fixture(scope="module")

@@ -26,18 +26,9 @@ from memnorm.lab import checkpoint
 from memnorm.lab.arms import why_not
 from memnorm.lab.disk import explained
 from memnorm.lab.errors import LabError
-from memnorm.lab.store import Store
 from memnorm.lab.train import run
 
-
-@pytest.fixture(autouse=True)
-def _no_git(monkeypatch):
-    monkeypatch.setattr("memnorm.lab.environment.commit", lambda: None)
-
-
-@pytest.fixture
-def store(tmp_path) -> Store:
-    return Store(tmp_path / "runs")
+pytestmark = pytest.mark.usefixtures("no_git")
 
 
 def test_checkpoints_come_as_often_as_asked_for(store):

@@ -13,19 +13,10 @@ import memnorm
 from memnorm.errors import OptionError
 from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import Execution
-from memnorm.lab.store import Store
 from memnorm.lab.train import evaluation_due, run
 from memnorm.lab.training import Training, choose_device, learning_rate, load_data, set_threads, sources
 
-
-@pytest.fixture(autouse=True)
-def _no_git(monkeypatch):
-    monkeypatch.setattr("memnorm.lab.environment.commit", lambda: None)
-
-
-@pytest.fixture
-def store(tmp_path) -> Store:
-    return Store(tmp_path)
+pytestmark = pytest.mark.usefixtures("no_git")
 
 
 @pytest.fixture

@@ -27,14 +27,7 @@ DATA = {**tiny().data_options, "classes": 8, "test": 301}
 arms = pytest.mark.parametrize("arm", ARMS)
 
 
-@pytest.fixture(autouse=True)
-def _no_git(monkeypatch):
-    monkeypatch.setattr("memnorm.lab.environment.commit", lambda: None)
-
-
-@pytest.fixture
-def store(tmp_path) -> Store:
-    return Store(tmp_path)
+pytestmark = pytest.mark.usefixtures("no_git")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from memnorm.lab.grid import run_all
 from memnorm.lab.listen import Together
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import check_root
-from memnorm.text import table
+from memnorm.text import suggestion, table
 
 EXAMPLES = """
 examples:
@@ -75,8 +75,7 @@ def selected(arguments: Any) -> list[Study]:
     for name in arguments.studies or []:
         if name not in every:
             near = difflib.get_close_matches(name, every, n=2)
-            guess = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise UsageError(f"no study {name!r}.{guess} There are {', '.join(every)}.")
+            raise UsageError(f"no study {name!r}.{suggestion(near)} There are {', '.join(every)}.")
     studies = [study for name, study in every.items() if not arguments.studies or name in arguments.studies]
     patterns = [pattern.lower() for word in arguments.only or [] for pattern in names(word)]
     if not patterns:

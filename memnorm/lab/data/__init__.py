@@ -22,6 +22,7 @@ from memnorm.lab.data.registry import DATA_SETS, DataSet
 from memnorm.lab.data.source import Data, Source
 from memnorm.lab.data.transfer import Progress
 from memnorm.lab.errors import DataMissing, UsageError
+from memnorm.text import suggestion
 
 if TYPE_CHECKING:
     from memnorm.lab.data.plans import epoch_length, order, sweep
@@ -128,8 +129,7 @@ def _folder_path(name: str) -> Path:
 
 def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name, DATA_SETS, n=2)
-    meant = f" Did you mean {' or '.join(near)}?" if near else ""
-    return f"unknown data set {name!r}.{meant} There are {', '.join(DATA_SETS)}."
+    return f"unknown data set {name!r}.{suggestion(near)} There are {', '.join(DATA_SETS)}."
 
 
 def _options(name: str, defaults: dict[str, int], given: dict[str, Any]) -> dict[str, int]:

@@ -22,6 +22,7 @@ from torch import nn
 from memnorm.lab.errors import UsageError
 from memnorm.lab.models import cifar, imagenet, own
 from memnorm.lab.models.parts import NormLayer, Shape
+from memnorm.text import suggestion
 
 SMALL_IMAGE = 64  # up to here vgg16 is the one for CIFAR
 
@@ -110,10 +111,9 @@ def _unknown(name: str) -> str:
         below = max(8, (int(depth[1]) - 2) // 6 * 6 + 2)
         near = [f"resnet{one}" for one in ([below] if _is_depth(int(depth[1])) else [below, below + 6])]
     near = near or difflib.get_close_matches(name.lower(), _MODELS)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return (
-        f"unknown model {name!r}.{hint} Available: {', '.join(available())}; resnet with any depth 6n + 2; or your own "
-        f"as package.module:factory."
+        f"unknown model {name!r}.{suggestion(near)} Available: {', '.join(available())}; resnet with any depth "
+        "6n + 2; or your own as package.module:factory."
     )
 
 

@@ -15,6 +15,7 @@ from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.tables.parts import Cell, Curve, Figure, Table
 from memnorm.lab.tables.protocol import at_scale
+from memnorm.text import suggestion
 
 
 class Item(NamedTuple):
@@ -54,8 +55,9 @@ class Catalogue:
             wanted = name.strip().lower().replace("_", "-")
             if wanted != "all" and wanted not in self.names:
                 near = difflib.get_close_matches(wanted, [*self.names, "all"], n=3, cutoff=0.5)
-                guess = f" Did you mean {' or '.join(near)}?" if near else ""
-                raise UsageError(f"no table or figure {name!r}.{guess} There are {', '.join(self.names)}, and all.")
+                raise UsageError(
+                    f"no table or figure {name!r}.{suggestion(near)} There are {', '.join(self.names)}, and all."
+                )
             chosen.update(self.names if wanted == "all" else [wanted])
         return chosen
 
