@@ -56,7 +56,7 @@ def test_without_a_record_everything_is_said_to_be_missing(pages, tmp_path):
     [
         (BETTER, "MBN-2's error is 2.98 points below BN's", "of BN, none was found to have less error than MBN-2"),
         (WORSE, "MBN-2's error is 2.98 points above BN's", "BN's error is 2.98 points below MBN-2's"),
-        (EQUAL, "no difference found between MBN-2 and BN: −0.02 points", "of BN, none was found to have less"),
+        (EQUAL, "MBN-2's error is 0.02 points below BN's, which may be chance", "of BN, none was found to have less"),
     ],
     ids=["better", "worse", "equal"],
 )
@@ -110,7 +110,20 @@ def test_the_papers_number_stands_in_its_own_study_only(pages, tmp_path):
     assert row(text, study(HEADLINE).title, "MBN-2")[-1] == "15.37"
     assert text.count("19.64") == text.count("15.37") == 1
     assert "one seed, no claim: MBN-2's error is 4.00 points below BN's" in text
-    assert "BN 20.00 (n = 1) here, 19.64 in the paper" in pages.readme(found(tmp_path))
+    told = pages.readme(found(tmp_path))
+    assert "BN 20.00 (n = 1) here, 19.64 in the paper" in told
+    sentence = "MBN-2 minus BN is −4.00 points here and −4.27 in the paper: the same sign."
+    assert sentence in told
+    assert sentence in part(text, study(HEADLINE).title)
+    assert text.count("in the paper: the") == 1
+
+
+def test_a_sign_that_is_not_the_papers_is_said_to_be_the_opposite(pages, tmp_path):
+    record(tmp_path, HEADLINE, {"BN": [18.0], "MBN-2": [18.5]})
+    text = part(made(pages, tmp_path)["evidence.md"], study(HEADLINE).title)
+    assert "MBN-2 minus BN is 0.50 points here and −4.27 in the paper: the opposite sign." in text
+    record(tmp_path / "half", HEADLINE, {"BN": [18.0]})
+    assert "sign" not in pages.headline(found(tmp_path / "half"))
 
 
 def test_rivals_are_named_only_if_they_are_found_better(pages, tmp_path):
@@ -154,13 +167,15 @@ def test_chosen_rates_are_told_with_what_chose_them(pages, tmp_path):
     assert "GROUP 0.1: 40.00 %, 0.03: 41.00 %, 0.01: 42.00 %" in text
 
 
-def test_figures_are_learning_curves_and_error_against_batch_size(pages, tmp_path):
-    record(tmp_path, FIRST, BETTER)
+def test_figures_are_learning_curves_seeds_and_error_against_batch_size(pages, tmp_path):
+    record(tmp_path, FIRST, {**BETTER, "MABN": [None, None]})
     for size in (2, 4):
-        record(tmp_path, TINY, {"BN": [40.0 + size, 41.0 + size], "MBN-2": [38.0 + size, None]}, size)
+        errors = {"BN": [40.0 + size, 41.0 + size], "MBN-2": [38.0 + size, None], "GROUP": [50.0]}
+        record(tmp_path, TINY, errors, size, test_error_recalibrated=30.0 + size)
     files = made(pages, tmp_path)
     drawn = {name for name in files if name.endswith(".svg")}
-    names = (f"{FIRST}.svg", f"{TINY}-2.svg", f"{TINY}-4.svg", f"{TINY}-sizes.svg")
+    names = {f"{TINY}-{one}.svg" for one in ("2", "4", "sizes", "sizes-recalibrated")}
+    names |= {f"{FIRST}.svg", f"{FIRST}-seeds.svg"}
     assert drawn == {f"figures/{name}" for name in names}
     for name in drawn:
         assert f"]({name})" in files["evidence.md"]
@@ -169,6 +184,21 @@ def test_figures_are_learning_curves_and_error_against_batch_size(pages, tmp_pat
         "test error (%) against batch size. BN 42.5 at 2, 44.5 at 4; MBN-2 40.0 at 2"
         in files[f"figures/{TINY}-sizes.svg"]
     )
+    afresh = files[f"figures/{TINY}-sizes-recalibrated.svg"]  # group norm has no statistics: its error as it is
+    told = "BN 32.0 at 2, 34.0 at 4; MBN-2 32.0 at 2, 34.0 at 4; GROUP 50.0 at 2, 50.0 at 4"
+    assert f"test error, recalibrated (%) against batch size. {told}" in afresh
+    seeds = files[f"figures/{FIRST}-seeds.svg"]
+    assert (seeds.count("<circle"), seeds.count(">diverged<")) == (10, 1)
+
+
+def test_dots_of_seeds_lie_within_the_axis_which_begins_at_zero_unless_that_wastes_half(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    figures = importlib.import_module("evidence_figures")
+    for values in ([0.0], [0.4, 3.9], [4.0, 4.0], [33.1, 36.2], [30.0, 31.0], [8.0, 99.0], [99.9, 100.0]):
+        low, high, step = figures._axis(values)
+        assert low <= min(values) <= max(values) < high
+        assert (low == 0) == (min(values) < 0.45 * max(values) or min(values) < step)
+        assert 1 <= (high - low) / step <= 10
 
 
 def test_the_same_records_give_the_same_bytes(pages, tmp_path):
@@ -210,4 +240,4 @@ def test_readme_waits_for_two_seeds_of_both(pages, tmp_path):
     record(tmp_path, FIRST, {"MBN-2": [31.0, 31.5]})
     text = pages.readme(found(tmp_path))
     assert "| MBN-2 | 31.25 ± 0.35 (n = 2), 3 of 5 seeds not run yet |" in text
-    assert f"docs/figures/{FIRST}.svg" in text
+    assert f"docs/figures/{FIRST}-seeds.svg" in text

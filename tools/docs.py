@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+import evidence_figures
 import evidence_pages
 import mbn_figure
 import norm_docs
@@ -51,7 +52,9 @@ def render() -> dict[Path, str]:
         ROOT / "docs/recipes.md": between(
             PROCESSES, END_OF_PROCESSES, processes, (ROOT / "docs/recipes.md").read_text()
         ),
-        ROOT / "docs/figures/digits.svg": figure({arm: list(one.values()) for arm, one in errors(paper).items()}),
+        ROOT / "docs/figures/digits.svg": evidence_figures.seeds(
+            {arm: list(one.values()) for arm, one in errors(paper).items()}
+        ),
         ROOT / "docs/figures/mbn.svg": mbn_figure.render(),
         ROOT / "docs/records.md": records(real),
         ROOT / "docs/test-record.md": test_record(tests),
@@ -155,36 +158,6 @@ def records(runs: list[StoredRun]) -> str:
         cells += [f"{run.result['final']['test_error']:.2f}", where["commit"], where["threads"]]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, ""])
-
-
-def figure(errors: dict[str, list[float]]) -> str:
-    """One dot per seed, the mean as a bar; legible on light and dark pages."""
-    top = 2 * (max(max(values) for values in errors.values()) // 2 + 1)
-    left, width, row = 70, 560, 44
-    height = row * len(errors) + 48
-
-    def x(value: float) -> float:
-        return left + value / top * (width - left - 20)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="13" role="img" aria-label="Test error of each seed">',
-        "<style>text{fill:#444}.axis{stroke:#999}@media(prefers-color-scheme:dark){text{fill:#ccc}.axis{stroke:#777}}</style>",
-    ]
-    for index, (arm, values) in enumerate(errors.items()):
-        y = 24 + row * index
-        mean = Sample(values).mean
-        parts.append(f'<text x="{left - 12}" y="{y + 4}" text-anchor="end">{arm}</text>')
-        parts.append(f'<line class="axis" x1="{left}" x2="{width - 20}" y1="{y}" y2="{y}" stroke-width="0.5"/>')
-        parts += [f'<circle cx="{x(v):.1f}" cy="{y}" r="5" fill="#2a78d6" fill-opacity="0.55"/>' for v in values]
-        parts.append(f'<rect x="{x(mean) - 1.5:.1f}" y="{y - 13}" width="3" height="26" fill="#e07b39"/>')
-    base = 24 + row * len(errors) - 14
-    for tick in range(0, int(top) + 1, 2):
-        parts.append(f'<text x="{x(tick):.1f}" y="{base + 14}" text-anchor="middle">{tick}</text>')
-    parts.append(
-        f'<text x="{width - 20}" y="{base + 28}" text-anchor="end">test error in %: seeds (dots) and mean (bar)</text>'
-    )
-    return "\n".join([*parts, "</svg>", ""])
 
 
 def test_record(record: dict) -> str:

@@ -1,4 +1,4 @@
-"""docs/evidence.md, README's table and the figures, from the records of the studies. Any of them may be missing."""
+"""docs/evidence.md and README's table, from the records of the studies. Any of them may be missing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import claims_page
+import evidence_figures
 
 from memnorm.lab.bench.clock import geometric_mean
 from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.claims import Material
 from memnorm.lab.evidence.findings import (
-    RECALIBRATED,
     Findings,
     Found,
     apart,
@@ -19,9 +19,9 @@ from memnorm.lab.evidence.findings import (
     gap_text,
     significant,
 )
-from memnorm.lab.report import figures, html, plot
+from memnorm.lab.report import figures, html
 from memnorm.lab.report.collect import collect
-from memnorm.lab.report.model import Family, Page
+from memnorm.lab.report.model import RECALIBRATED
 from memnorm.lab.statistics import holm, number
 
 NOT_RUN = "not run yet"
@@ -41,6 +41,7 @@ def page(found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collecti
                 "Made of the runs in `results/` by `make evidence`, every sentence of it; `make evidence-runs` repeats "
                 "the runs. What is run, and why, was laid down before: see the [protocol](protocol.md). How the "
                 "paper's claims stand is on a page [of its own](claims.md)." + report_link(found),
+                f"**In short.** {summary(found)}",
                 "## When does MBN help, and by how much?",
                 bullets(helps(found)),
                 "## What does it cost?",
@@ -190,17 +191,15 @@ def choices(found: Findings) -> list[str]:
 def section(found: Findings, study: Study, drawn: Collection[str]) -> list[str]:
     arms = found.arms(study)
     parts = [f"## {study.title}", f"*{study.question}* {study.notes}", table(found, study)]
-    parts += [f"![{title(name, study)}](figures/{name})" for name in names_of(study) if name in drawn]
+    parts += agreement(found, study)
+    names = [name for name in evidence_figures.names(study) if name in drawn]
+    parts += [f"![{evidence_figures.title(name, study)}](figures/{name})" for name in names]
     if any(one.runs for one in arms):
         judged = found.verdict(study)
         told = [text for text in judged.details if " has no result for " not in text]  # the table shows that
         parts += [" ".join([f"**{judged.headline}**", *told]), origin(arms)]
     trials = choice_of_rates(found, study)
     return parts + ([trials] if trials else [])
-
-
-def title(name: str, study: Study) -> str:
-    return f"{study.title}: {'error against batch size' if name.endswith('-sizes.svg') else 'error over the run'}"
 
 
 def table(found: Findings, study: Study) -> str:
@@ -275,31 +274,6 @@ def choice_of_rates(found: Findings, study: Study) -> str:
     return f"Held-out error by learning rate: {'; '.join(lines)}." if lines else ""
 
 
-def names_of(study: Study) -> list[str]:
-    """The figures that a study can have."""
-    if len(study.batch_sizes) == 1:
-        return [f"{study.name}.svg"]
-    return [f"{study.name}-sizes.svg", *(f"{study.name}-{size}.svg" for size in study.batch_sizes)]
-
-
-def pictures(found: Findings) -> dict[str, str]:
-    """Learning curves of every study, and error against batch size where there are several, by file name."""
-    families = []
-    for study in found.studies:
-        sizes = study.batch_sizes
-        parts = [(f"{study.name}-{size}.svg", found.arms(study, size)) for size in sizes] if len(sizes) > 1 else []
-        last = f"{study.name}-sizes.svg" if len(sizes) > 1 else f"{study.name}.svg"
-        for name, arms in (*parts, (last, found.arms(study))):
-            groups = tuple((one.label, one.group) for one in arms if one.group)
-            if groups:
-                families.append(Family(name, study.title, "", groups, None))
-    drawn = figures.pictures(Page("", (), (), (), tuple(families), (), ()))
-    return {
-        name: plot.standing_alone(picture.panels[0].svg, f"{picture.panels[0].description} {picture.caption}")
-        for name, picture in drawn.items()
-    }
-
-
 def report(found: Findings, root: Any) -> str | None:
     """The runs behind the evidence as one page of HTML; None without runs."""
     specs = found.specs()
@@ -329,7 +303,7 @@ def readme(found: Findings) -> str | None:
             "|---|---|---|",
             *rows,
             "",
-            f"![Error over the run](docs/figures/{names_of(study)[0]})",
+            f"![Test error of each seed](docs/figures/{evidence_figures.of_seeds(study)})",
             "",
             f"{found.verdict(study).headline} ({spec.iterations:,} iterations, the paper's learning rate "
             f"{spec.base_learning_rate:g} for all; `make evidence-runs` repeats it. [Evidence](docs/evidence.md) has "
@@ -344,11 +318,29 @@ def headline(found: Findings) -> str:
     """The paper's headline beside ours: the same model and protocol."""
     told = []
     for one in found.arms(found.study(HEADLINE)):
-        assert one.arm.cell is not None
         sample = one.sample()
         ours = sample.text if sample else "diverged" if one.diverged else NOT_RUN
-        told.append(f"{one.label} {ours} here, {number(one.arm.cell.printed or 0.0)} in the paper")
-    return f"The paper's headline, ResNet-56 at batch size 8 in full length, test error in %: {'; '.join(told)}."
+        told.append(f"{one.label} {ours} here, {number(printed(one))} in the paper")
+    words = f"The paper's headline, ResNet-56 at batch size 8 in full length, test error in %: {'; '.join(told)}."
+    return " ".join([words, *agreement(found, found.study(HEADLINE))])
+
+
+def printed(one: Found) -> float:
+    assert one.arm.cell is not None
+    assert one.arm.cell.printed is not None
+    return one.arm.cell.printed
+
+
+def agreement(found: Findings, study: Study) -> list[str]:
+    """Whether a difference has the paper's sign, where the paper prints numbers of the same model and protocol."""
+    ours, base = (found.arm(study.name, label) for label in (OURS, BASE))
+    if not (ours and base and ours.arm.cell and base.arm.cell):
+        return []
+    gap, theirs = apart(ours, base), printed(ours) - printed(base)
+    if gap is None:
+        return []
+    sign = "the same" if gap.mean * theirs > 0 else "the opposite"
+    return [f"{OURS} minus {BASE} is {number(gap.mean)} points here and {number(theirs)} in the paper: {sign} sign."]
 
 
 def summary(found: Findings) -> str:
@@ -376,7 +368,7 @@ def _first_signs(found: Findings) -> list[str]:
 
 def render(found: Findings, bench: Mapping[str, Any], digits: str, root: Any) -> dict[str, str]:
     """The files below docs/."""
-    drawn = pictures(found)
+    drawn = evidence_figures.pictures(found)
     made = {"evidence.md": page(found, bench, digits, drawn), "claims.md": claims_page.page(Material(found, bench))}
     made |= {f"figures/{name}": text for name, text in drawn.items()}
     html_page = report(found, root)

@@ -17,8 +17,6 @@ from memnorm.lab.spec import RunSpec
 from memnorm.lab.statistics import CONFIDENCE, Difference, Sample, difference, number, p_text
 from memnorm.lab.store import StoredRun
 
-RECALIBRATED = "test_error_recalibrated"
-
 
 @dataclass(frozen=True)
 class Found:
@@ -148,9 +146,8 @@ def compared(first: str, second: str, gap: Difference | None) -> str:
     points = f"{number(abs(gap.mean))} points {'below' if gap.mean <= 0 else 'above'} {_of(second)}"
     if gap.p is None:
         return f"one seed, no claim: {_of(first)} error is {points}"
-    if significant(gap):
-        return f"{_of(first)} error is {points} ({evidence_text(gap)})"
-    return f"no difference found between {first} and {second}: {number(gap.mean)} points ({evidence_text(gap)})"
+    doubt = "" if significant(gap) else ", which may be chance"
+    return f"{_of(first)} error is {points}{doubt} ({evidence_text(gap)})"
 
 
 def _of(label: str) -> str:

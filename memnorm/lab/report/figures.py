@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memnorm.lab.report.model import Family, FigureView, Group, Page, measured
+from memnorm.lab.report.model import RECALIBRATED, Family, FigureView, Group, Page, measured
 from memnorm.lab.report.plot import Line, Plot, draw
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.statistics import Sample, number
@@ -207,7 +207,8 @@ def _against_batch_size(
     told = []
     for arm in family.arms:
         groups = [group for label, group in family.groups if label == arm]
-        own = _arm_lines(arm, groups, sizes, paint[arm], groups[0].spec.arm in single)
+        samples = [(float(sizes.index(one.spec.batch_size)), _sample(one, family.recalibrated)) for one in groups]
+        own = _arm_lines(arm, samples, paint[arm], groups[0].spec.arm in single)
         lines += own
         if own:
             told.append(f"{arm} " + ", ".join(f"{number(y, 1)} at {sizes[int(x)]}" for x, y in own[0].points))
@@ -222,6 +223,7 @@ def _against_batch_size(
     ]
     ticks = [(float(index), str(size)) for index, size in enumerate(sizes)]
     what = "held-out error (%)" if family.groups[0][1].spec.holdout else "test error (%)"
+    what = what.replace(" (%)", ", recalibrated (%)") if family.recalibrated else what
     svg = draw(Plot(lines, "batch size", what, limits, ticks=ticks))
     panel = Panel("", svg, f"{what} against batch size. {'; '.join(told)}.")
     caption = ["Dots: mean error at the last evaluation, with a bar of one standard deviation; small dots: seeds."]
@@ -233,9 +235,13 @@ def _against_batch_size(
     return Picture(family.name, "Error against batch size", " ".join(caption), (panel,))
 
 
-def _arm_lines(arm: str, groups: Sequence[Group], sizes: Sequence[int], colour: str, dashed: bool) -> list[Line]:
+def _sample(group: Group, recalibrated: bool) -> Sample | None:
+    """The errors of a group; recalibrated, if wanted and if its runs were asked to."""
+    return group.sample(RECALIBRATED if recalibrated and group.spec.recalibrate else "test_error")
+
+
+def _arm_lines(arm: str, samples: Sequence[tuple[float, Sample | None]], colour: str, dashed: bool) -> list[Line]:
     """The means with their label first, then deviations and seeds."""
-    samples = [(float(sizes.index(group.spec.batch_size)), group.sample()) for group in groups]
     known = [(x, sample) for x, sample in samples if sample is not None]
     if not known:
         return []

@@ -22,6 +22,7 @@ from memnorm.lab.statistics import Sample
 from memnorm.lab.store import StoredRun
 from memnorm.lab.tables.parts import Cell, Curve, Figure, Table
 
+RECALIBRATED = "test_error_recalibrated"  # in a run's last line of metrics, if it was asked to recalibrate
 NOT_RUN, NOT_APPLICABLE, UNAVAILABLE, APART = "not run", "–", "norm not available", "see below the table"
 
 
@@ -246,6 +247,7 @@ class Family:
     about: str
     groups: tuple[tuple[str, Group], ...]  # with the arm's label
     verdict: Verdict | None
+    recalibrated: bool = False  # error against batch size is that with statistics measured afresh, where there are any
 
     @property
     def arms(self) -> list[str]:
