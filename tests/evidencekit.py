@@ -11,6 +11,11 @@ from memnorm.lab.evidence import STUDIES, Study
 from memnorm.lab.evidence.findings import Findings
 from memnorm.lab.store import Store
 
+FIRST, LONG, TINY = "small-batch-resnet20", "ablation-resnet8", "tiny-batch-resnet8"
+HEADLINE, CHEAPER = "headline-resnet56", "cheaper-second-forward"
+BETTER = {"BN": [34.0, 34.4, 33.8, 34.1, 34.2], "MBN-2": [31.0, 31.5, 30.7, 31.3, 31.1]}
+WORSE = {"BN": BETTER["MBN-2"], "MBN-2": BETTER["BN"]}
+EQUAL = {"BN": [34.0, 33.0, 34.5, 33.5, 34.0], "MBN-2": [33.6, 33.5, 34.0, 34.0, 33.8]}
 BENCH = {
     "where": {"machine": "Some machine", "threads": 2},
     "layer": {"shapes": [{"eval": {"ratio": 1.0}}]},

@@ -5,19 +5,21 @@ import re
 from pathlib import Path
 
 import pytest
-from evidencekit import BENCH, found, record, study
+from evidencekit import BENCH, BETTER, CHEAPER, EQUAL, FIRST, HEADLINE, LONG, TINY, WORSE, found, record, study
 
 ROOT = Path(__file__).resolve().parent.parent
-FIRST, HEADLINE, LONG, TINY = "small-batch-resnet20", "headline-resnet56", "ablation-resnet8", "tiny-batch-resnet8"
-BETTER = {"BN": [34.0, 34.4, 33.8, 34.1, 34.2], "MBN-2": [31.0, 31.5, 30.7, 31.3, 31.1]}
-WORSE = {"BN": BETTER["MBN-2"], "MBN-2": BETTER["BN"]}
-EQUAL = {"BN": [34.0, 33.0, 34.5, 33.5, 34.0], "MBN-2": [33.6, 33.5, 34.0, 34.0, 33.8]}
 
 
 @pytest.fixture
 def pages(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     return importlib.import_module("evidence_pages")
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("evidence_summary")
 
 
 def made(pages, root) -> dict[str, str]:
@@ -34,40 +36,83 @@ def row(text: str, title: str, label: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_without_a_record_everything_is_said_to_be_missing(pages, tmp_path):
+def test_without_a_record_everything_is_said_to_be_missing(pages, short, tmp_path):
     files = made(pages, tmp_path)
     assert files.keys() == {"evidence.md", "claims.md"}
     text = files["evidence.md"]
     helps = part(text, "When does MBN help, and by how much?")
     assert helps.startswith(f"- Not run yet: {study(FIRST).title}; ")
-    assert helps.count(";") == 6
+    assert helps.count(";") == 7
     assert f"{study(TINY).title}, batch size 4" in helps
     assert part(text, "When is something else better?") == helps
-    assert row(text, study(FIRST).title, "BN")[2:] == ["not run yet", "–", "–", "–"]
+    assert row(text, study(FIRST).title, "BN")[2:] == ["not run yet", *["–"] * 4]
     assert row(text, study("small-batch-resnet20-tuned").title, "BN")[1:3] == ["to be chosen", "not run yet"]
     assert "0.1: not run yet, 0.03: not run yet" in text
-    assert pages.readme(found(tmp_path)) is None
-    assert "BN not run yet here, 19.64 in the paper; MBN-2 not run yet here, 15.37" in pages.headline(found(tmp_path))
-    assert "no certain gain" in pages.summary(found(tmp_path))
+    assert short.readme(found(tmp_path)) is None
+    assert "BN not run yet here, 19.64 in the paper; MBN-2 not run yet here, 15.37" in short.headline(found(tmp_path))
+    assert "not run yet: 7 of 7 comparisons. A gain over BN is so far the paper's claim" in short.summary(
+        found(tmp_path)
+    )
 
 
 @pytest.mark.parametrize(
-    ("errors", "sentence", "rival"),
+    ("errors", "sentence", "rival", "choice", "summary"),
     [
-        (BETTER, "MBN-2's error is 2.98 points below BN's", "of BN, none was found to have less error than MBN-2"),
-        (WORSE, "MBN-2's error is 2.98 points above BN's", "BN's error is 2.98 points below MBN-2's"),
-        (EQUAL, "MBN-2's error is 0.02 points below BN's, which may be chance", "of BN, none was found to have less"),
+        (
+            BETTER,
+            "MBN-2's error is 2.98 points below BN's (95 % interval 2.",
+            "no less error than MBN-2: BN.",
+            "take MBN-2.",
+            "less error: ",
+        ),
+        (
+            WORSE,
+            "MBN-2's error is 2.98 points above BN's (95 % interval 2.",
+            "BN's error is 2.98 points below MBN-2's (95 % interval 2.",
+            "stay with BN: nothing was found to have less error.",
+            "more error: ",
+        ),
+        (
+            EQUAL,
+            "MBN-2's error is 0.02 points below BN's, which may be chance (95 % interval −0.",
+            "no less error than MBN-2: BN.",
+            "stay with BN: nothing was found to have less error. A mean below its 33.80, which may be chance: MBN-2",
+            "may be chance: ",
+        ),
     ],
     ids=["better", "worse", "equal"],
 )
-def test_the_answers_follow_the_records(pages, tmp_path, errors, sentence, rival):
+def test_the_answers_follow_the_records(pages, short, tmp_path, errors, sentence, rival, choice, summary):
     record(tmp_path, FIRST, errors)
     text = made(pages, tmp_path)["evidence.md"]
     where = f"**{study(FIRST).title}**"
     assert f"- {where}: {sentence}" in part(text, "When does MBN help, and by how much?")
     assert f"- {where}: {rival}" in part(text, "When is something else better?")
-    assert sentence in pages.readme(found(tmp_path)) or "MBN-2" in pages.readme(found(tmp_path))
-    assert sentence in pages.summary(found(tmp_path))
+    assert f"- {where}: {choice}" in part(text, "Which norm should I use?")
+    told = short.summary(found(tmp_path))
+    assert f"{summary}ResNet-20 at batch size 8, 20,000 iterations (" in told
+    assert ("the paper's claim, not our finding" in told) == (errors is not BETTER)
+    assert told in text
+
+
+def test_every_comparison_is_in_the_summary_the_losses_and_the_diverged_as_well(short, tmp_path):
+    record(tmp_path, FIRST, BETTER)
+    record(tmp_path, LONG, {label: values[:3] for label, values in WORSE.items()})
+    record(tmp_path, HEADLINE, {"BN": [19.0], "MBN-2": [None]})
+    record(tmp_path, TINY, {"BN": [50.0], "MBN-2": [48.0]}, 2)
+    told = short.summary(found(tmp_path))
+    assert "less error: ResNet-20 at batch size 8, 20,000 iterations (−2.98 points, 95 % interval −3." in told
+    assert "more error: ResNet-8 at batch size 8, 78,200 iterations (3.00 points" in told
+    assert "one seed, no claim: ResNet-8 at batch size 2, 80,000 iterations (−2.00 points, n = 1)" in told
+    assert "diverged: ResNet-56 at batch size 8, 78,200 iterations (MBN-2 diverged in 1 of 1 seeds)" in told
+    assert "not run yet: 3 of 7 comparisons" in told
+
+
+def test_a_study_whose_baseline_is_not_bn_recommends_nothing(pages, tmp_path):
+    record(tmp_path, CHEAPER, {"BN": [37.0, 37.1, 37.3], "MBN-2": [34.0, 34.2, 34.4]})
+    text = made(pages, tmp_path)["evidence.md"]
+    assert study(CHEAPER).title not in part(text, "Which norm should I use?")
+    assert f"**{study(CHEAPER).title}**: MBN-2's error is 2." in part(text, "When does MBN help, and by how much?")
 
 
 def test_a_table_has_means_differences_and_what_went_wrong(pages, tmp_path):
@@ -78,16 +123,16 @@ def test_a_table_has_means_differences_and_what_went_wrong(pages, tmp_path):
     assert cells[:3] == ["MBN-2", "0.1", "31.12 ± 0.30 (n = 5)"]
     assert re.fullmatch(r"−2\.98 \(−3\.\d\d to −2\.\d\d, p < 0\.001\)", cells[3])
     assert row(text, title, "BN")[3] == "–"
-    assert row(text, title, "GROUP")[2:6] == [
+    assert row(text, title, "GROUP")[2:] == [
         "30.00 (n = 1), 1 of 3 seeds not run yet",
         "−4.00 (one seed)",
         "–",
+        "–",
         "1 of 2",
     ]
-    assert row(text, title, "MABN")[2:6] == ["–", "–", "–", "3 of 3"]
+    assert row(text, title, "MABN")[2:] == ["–", "–", "–", "–", "3 of 3"]
     assert row(text, title, "BRN-2")[2] == "not run yet"
-    assert "MABN diverged in 3 of 3 seeds" in part(text, title)
-    assert "has no result" not in text
+    assert "every run diverged: MABN; not run yet: MBN-1, BRN-2.** So far: 15 of 24 runs." in part(text, title)
     assert (
         "Commit 0123456789ab; Linux x86_64, 2 cores, Some Processor; 1 thread per run; torch 2.9.0; 2031-05-17." in text
     )
@@ -98,11 +143,12 @@ def test_recalibrated_errors_stand_beside_the_others(pages, tmp_path):
     record(tmp_path, FIRST, {"BN": BETTER["BN"]}, test_error_recalibrated=31.0)
     text = made(pages, tmp_path)["evidence.md"]
     assert row(text, study(FIRST).title, "MBN-2")[4] == "30.50 ± 0.00 (n = 5)"
-    assert "With recalibrated statistics: " in part(text, "When does MBN help, and by how much?")
+    assert re.match(r"−0\.62 \(−1\.\d\d to −0\.\d\d, p = ", row(text, study(FIRST).title, "MBN-2")[5])
+    assert "Both with recalibrated statistics: MBN-2's" in part(text, "When does MBN help, and by how much?")
     assert "BN with recalibrated statistics beside MBN-2 as it is" in part(text, "When is something else better?")
 
 
-def test_the_papers_number_stands_in_its_own_study_only(pages, tmp_path):
+def test_the_papers_number_stands_in_its_own_study_only(pages, short, tmp_path):
     record(tmp_path, HEADLINE, {"BN": [20.0], "MBN-2": [16.0]})
     record(tmp_path, FIRST, BETTER)
     text = made(pages, tmp_path)["evidence.md"]
@@ -110,7 +156,7 @@ def test_the_papers_number_stands_in_its_own_study_only(pages, tmp_path):
     assert row(text, study(HEADLINE).title, "MBN-2")[-1] == "15.37"
     assert text.count("19.64") == text.count("15.37") == 1
     assert "one seed, no claim: MBN-2's error is 4.00 points below BN's" in text
-    told = pages.readme(found(tmp_path))
+    told = short.readme(found(tmp_path))
     assert "BN 20.00 (n = 1) here, 19.64 in the paper" in told
     sentence = "MBN-2 minus BN is −4.00 points here and −4.27 in the paper: the same sign."
     assert sentence in told
@@ -118,19 +164,28 @@ def test_the_papers_number_stands_in_its_own_study_only(pages, tmp_path):
     assert text.count("in the paper: the") == 1
 
 
-def test_a_sign_that_is_not_the_papers_is_said_to_be_the_opposite(pages, tmp_path):
+def test_a_sign_that_is_not_the_papers_is_said_to_be_the_opposite(pages, short, tmp_path):
     record(tmp_path, HEADLINE, {"BN": [18.0], "MBN-2": [18.5]})
     text = part(made(pages, tmp_path)["evidence.md"], study(HEADLINE).title)
     assert "MBN-2 minus BN is 0.50 points here and −4.27 in the paper: the opposite sign." in text
     record(tmp_path / "half", HEADLINE, {"BN": [18.0]})
-    assert "sign" not in pages.headline(found(tmp_path / "half"))
+    assert "sign" not in short.headline(found(tmp_path / "half"))
 
 
-def test_rivals_are_named_only_if_they_are_found_better(pages, tmp_path):
-    record(tmp_path, FIRST, {**BETTER, "GROUP": [28.0, 28.4, 27.8], "MABN": [31.5, 30.5, 31.2]})
+def test_rivals_with_less_error_are_named_with_their_evidence(pages, tmp_path):
+    record(tmp_path, FIRST, {**BETTER, "GROUP": [28.0, 28.4, 27.8], "MABN": [31.5, 29.5, 31.2], "BRN-2": [32.0]})
     line = part(made(pages, tmp_path)["evidence.md"], "When is something else better?").splitlines()[0]
-    assert "GROUP's error is 3.00 points below MBN-2's" in line
-    assert "MABN" not in line
+    assert "GROUP's error is 3.00 points below MBN-2's (95 % interval" in line
+    assert "MABN's error is 0.33 points below MBN-2's, which may be chance (" in line
+    assert line.endswith("no less error than MBN-2: BN, BRN-2.")
+
+
+def test_a_comparison_in_which_one_arm_diverged_has_been_run(pages, tmp_path):
+    record(tmp_path, HEADLINE, {"BN": [19.0], "MBN-2": [None]})
+    text = made(pages, tmp_path)["evidence.md"]
+    told = f"- **{study(HEADLINE).title}**: no claim; MBN-2 diverged in 1 of 1 seeds."
+    for title in ("When does MBN help, and by how much?", "When is something else better?"):
+        assert told in part(text, title)
 
 
 def test_the_cost_is_that_of_the_bench_not_of_the_runs(pages, tmp_path):
@@ -143,22 +198,11 @@ def test_the_cost_is_that_of_the_bench_not_of_the_runs(pages, tmp_path):
     assert "time per step" not in whole
 
 
-def test_the_summary_tells_what_there_is_before_the_first_study_is_run(pages, tmp_path):
-    record(tmp_path, "cheaper-second-forward", {"BN": [30.0, 31.0, 30.5], "MBN-2": [33.0, 34.2, 33.4]})
-    text = pages.summary(found(tmp_path))
-    assert "no certain gain over BN. On CIFAR-10 (" in text
-    assert "MBN-2's error is 3.03 points above BN's" in text
-    record(tmp_path / "other", "cheaper-second-forward", {"BN": [33.0, 34.2, 33.4], "MBN-2": [30.0, 31.0, 30.5]})
-    text = pages.summary(found(tmp_path / "other"))
-    assert "no certain gain" not in text
-    assert "MBN-2's error is 3.03 points below BN's" in text
-
-
 def test_a_cheaper_second_forward_is_judged_against_the_full_one(pages, tmp_path):
-    record(tmp_path, "cheaper-second-forward", {"MBN-2": [30.0, 31.0, 30.5], "MBN-2, every 4th": [30.6, 31.5, 31.2]})
+    record(tmp_path, CHEAPER, {"MBN-2": [30.0, 31.0, 30.5], "MBN-2 every=4": [30.6, 31.5, 31.2]})
     text = part(made(pages, tmp_path)["evidence.md"], "What does it cost?")
-    assert "MBN-2, every 4th**: MBN-2, every 4th's error is 0.60 points above MBN-2's" in text
-    assert f"Not run yet: {study('cheaper-second-forward').title}, MBN-2, a quarter." in text
+    assert "MBN-2 every=4**: MBN-2 every=4's error is 0.60 points above MBN-2's (95 % interval" in text
+    assert f"Not run yet: {study(CHEAPER).title}, MBN-2 fraction=0.25." in text
 
 
 def test_chosen_rates_are_told_with_what_chose_them(pages, tmp_path):
@@ -203,7 +247,7 @@ def test_dots_of_seeds_lie_within_the_axis_which_begins_at_zero_unless_that_wast
 
 def test_the_same_records_give_the_same_bytes(pages, tmp_path):
     record(tmp_path, FIRST, BETTER)
-    record(tmp_path, LONG, {"BN": [20.0, 21.0], "MBN-2": [19.0], "MBN-2, no shift": [19.5]})
+    record(tmp_path, LONG, {"BN": [20.0, 21.0], "MBN-2": [19.0], "MBN-2 shift=False": [19.5]})
     assert made(pages, tmp_path) == made(pages, tmp_path)
 
 
@@ -225,19 +269,31 @@ def test_claims_are_sorted_by_how_they_stand(pages, tmp_path):
     record(tmp_path, FIRST, BETTER)
     text = made(pages, tmp_path)["claims.md"]
     headings = re.findall("^## (.*)$", text, re.MULTILINE)
-    order = ["Held", "Not held", "Undecided", "Not tested"]
+    order = ["Held", "Held in part", "Not held", "Undecided", "Not tested"]
     assert headings == sorted(headings, key=order.index)
     assert len(headings) > 2
-    held = text.split("## Held")[1].split("## ")[0]
+    held = text.split("## Held in part")[1].split("## ")[0]
     (claim,) = [one for one in held.split("\n- ") if one.startswith("**MBN beats BN at every batch size")]
     assert "line 389" in claim
     assert "95 % interval" in claim
 
 
-def test_readme_waits_for_two_seeds_of_both(pages, tmp_path):
+def test_readme_waits_for_two_seeds_of_both_and_says_what_is_missing_or_diverged(short, tmp_path):
     record(tmp_path, FIRST, {"BN": [34.0, 34.4], "MBN-2": [31.0]})
-    assert pages.readme(found(tmp_path)) is None
-    record(tmp_path, FIRST, {"MBN-2": [31.0, 31.5]})
-    text = pages.readme(found(tmp_path))
+    assert short.readme(found(tmp_path)) is None
+    record(tmp_path, FIRST, {"MBN-2": [31.0, 31.5], "MABN": [None, 35.0], "GROUP": [None]})
+    text = short.readme(found(tmp_path))
     assert "| MBN-2 | 31.25 ± 0.35 (n = 2), 3 of 5 seeds not run yet |" in text
+    assert "| MABN | 35.00 (n = 1), 1 of 3 seeds not run yet; diverged in 1 of 2 seeds |" in text
+    assert "| GROUP | 2 of 3 seeds not run yet; diverged in 1 of 1 seeds | – |" in text
+    assert "So far: 7 of 24 runs." in text
     assert f"docs/figures/{FIRST}-seeds.svg" in text
+    assert "| CIFAR-10, ResNet-20, batch size 8 |" in text
+
+
+def test_the_report_has_the_tables_of_the_studies_and_claims_no_times(pages, tmp_path):
+    record(tmp_path, FIRST, BETTER, test_error_recalibrated=30.5)
+    html = made(pages, tmp_path)["static/report.html"]
+    assert "30.50 ± 0.00 (n = 5)" in html
+    assert "Times in this report are no measurements" in html
+    assert "times the time per step" not in html

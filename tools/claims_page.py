@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from memnorm.lab.evidence.claims import JUDGES, Judgement, Material, judge
 from memnorm.lab.tables import CLAIMS, Claim
 
-ORDER = ("held", "not held", "undecided", "not tested")
+ORDER = ("held", "held in part", "not held", "undecided", "not tested")
 INTRODUCTION = """\
 Each sentence of the paper that asserts something testable, and how it stands by our own records. Made of `results/` by
 `tools/docs.py`; the judges are in `memnorm/lab/evidence/claims.py`, the runs in the [protocol](protocol.md), their
 results in [Evidence](evidence.md). Lines are those of the paper's LaTeX source.
 
-*Held*, *not held*: the 95 % interval of a paired difference lies on the claim's side, or on the other; or the statement
-is exact, and a test checks it. *Undecided*: tested, but the interval includes zero, or there is one seed only. *Not
-tested*: not run yet, or not planned; what would test it is said. Differences are in points of error; below zero, the
-arm named first has less."""
+A claim has parts: one for every comparison that we ran, one for whatever else it says. A part is *held* or *not held*
+if the 95 % interval of a paired difference lies on its side, or on the other; if the statement is exact and a test
+checks it; or by the bound that the test names. It is *undecided* if the interval includes zero or there is one seed
+only. A claim is held if all its parts are, *held in part* if some are; *not tested* is what has not been run, or is not
+planned. Differences are in points of error, first arm minus second; p-values are not corrected. Arms that the protocol
+gives one seed (single changes of MBN-2, BN-2) can only show a direction: claims on them stay undecided."""
 
 
 def page(material: Material) -> str:

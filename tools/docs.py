@@ -11,6 +11,7 @@ from pathlib import Path
 
 import evidence_figures
 import evidence_pages
+import evidence_summary
 import mbn_figure
 import norm_docs
 import performance
@@ -67,8 +68,8 @@ def render() -> dict[Path, str]:
 
 def of_the_studies(found: Findings, digits: list[StoredRun], bench: dict) -> dict[Path, str]:
     """What says how our own studies went."""
-    summary, small = evidence_pages.summary(found), digits_section(digits)
-    table = evidence_pages.readme(found) or f"{small} {evidence_pages.headline(found)}"
+    summary, small = evidence_summary.summary(found), digits_section(digits)
+    table = evidence_summary.readme(found) or f"{small} {evidence_summary.headline(found)}"
     caveats = f"**Caveats.** {summary} Nothing has been run on a GPU."
     pages = evidence_pages.render(found, bench, small.replace("(docs/", "("), ROOT / "results")
     return {

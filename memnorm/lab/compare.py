@@ -93,7 +93,7 @@ def _row(group: Sequence[Outcome], cost: Cost, tuned: bool) -> dict[str, Any]:
 
 
 def _stored(folder: RunFolder, outcome: Outcome) -> StoredRun:
-    return StoredRun(folder.path, outcome.spec, folder.metrics(), outcome.result, {})
+    return StoredRun(folder.path, outcome.spec, folder.metrics(), outcome.result)
 
 
 def _cost(group: Sequence[Outcome], store: Store) -> Cost:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 CONFIDENCE = 0.95
@@ -68,6 +68,11 @@ class Difference:
         return self.lower is not None
 
     @property
+    def mirrored(self) -> Difference:
+        """Second arm minus first."""
+        return replace(self, mean=-self.mean, lower=self.higher, higher=self.lower)
+
+    @property
     def spread(self) -> bool:
         """Whether the seeds differ at all; a t-test without spread would be sure of anything."""
         return bool(self.standard_error)
@@ -93,8 +98,7 @@ class Difference:
         """The difference that such an experiment finds four times in five, when it makes this many comparisons."""
         if self.standard_error is None or self.df is None or not self.spread:
             return None
-        level = (1 - CONFIDENCE) / comparisons
-        return (t_quantile(1 - level / 2, self.df) + t_quantile(POWER, self.df)) * self.standard_error
+        return noncentrality((1 - CONFIDENCE) / comparisons, self.df) * self.standard_error
 
 
 def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Difference | None:
@@ -183,6 +187,46 @@ def t_quantile(probability: float, df: float) -> float:
             break
         low, high = (middle, high) if t_two_sided(middle, df) > tail else (low, middle)
     return (low + high) / 2
+
+
+@functools.cache
+def noncentrality(level: float, df: float, power: float = POWER) -> float:
+    """How many standard errors a difference must have for a two-sided test at this level to find it so often."""
+    critical = t_quantile(1 - level / 2, df)
+    low, high = 0.0, 1.0
+    while t_power(high, critical, df) < power:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_power(middle, critical, df) < power else (low, middle)
+    return (low + high) / 2
+
+
+def t_power(shift: float, critical: float, df: float) -> float:
+    """P(T > critical) for noncentral T: a normal of mean `shift` over S, the root of an independent χ²/df.
+
+    Given S = s it is Φ(shift − critical·s): one up to eight deviations left of s = shift/critical, zero as far right.
+    """
+    widest = 1 + 12 / math.sqrt(df)  # S beyond has no mass that counts
+    left, right = (min(max((shift + side) / critical, 0.0), widest) for side in (-8.0, 8.0))
+
+    def density(s: float) -> float:
+        if s <= 0:
+            return math.sqrt(2 / math.pi) if df == 1 else 0.0
+        log = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2) + (df - 1) * math.log(s) - df * s * s / 2
+        return math.exp(log)
+
+    def part(s: float) -> float:
+        return density(s) * 0.5 * math.erfc((critical * s - shift) / math.sqrt(2))
+
+    return _simpson(density, 0.0, left) + _simpson(part, left, right)
+
+
+def _simpson(f: Callable[[float], float], low: float, high: float, panels: int = 400) -> float:
+    """The integral of a smooth function."""
+    step = (high - low) / (2 * panels)
+    values = [f(low + index * step) for index in range(2 * panels + 1)]
+    return step / 3 * (values[0] + values[-1] + 4 * math.fsum(values[1::2]) + 2 * math.fsum(values[2:-1:2]))
 
 
 def incomplete_beta(x: float, a: float, b: float) -> float:

@@ -40,7 +40,12 @@ class StoredRun:
     spec: RunSpec
     metrics: list[dict[str, Any]]
     result: dict[str, Any] | None
-    environment: dict[str, Any]
+    sessions: Sequence[dict[str, Any]] = ()  # one for each time that a process worked on it: when, where, which commit
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Of the last session."""
+        return self.sessions[-1] if self.sessions else {}
 
     @property
     def status(self) -> str:
@@ -75,8 +80,7 @@ def read_run(path: Path) -> StoredRun:
     if spec.name != path.name:
         raise LabError(f"spec.yaml describes {spec.name}: the file was changed, or the folder renamed")
     folder = RunFolder(path, spec)
-    sessions = folder.sessions()
-    return StoredRun(path, spec, folder.metrics(), folder.result(), sessions[-1] if sessions else {})
+    return StoredRun(path, spec, folder.metrics(), folder.result(), folder.sessions())
 
 
 class RunFolder:

@@ -70,7 +70,7 @@ def test_noise_is_no_difference_and_says_what_could_have_been_found():
     found = verdict(runs(BN=NOISE[0], MBN_2=NOISE[1]))
     assert found.use == ()
     assert found.headline.startswith("No difference found between BN and MBN-2: BN's error 0.10 points below MBN-2's (")
-    assert "a difference below about 1.6 points would not have been seen reliably" in found.headline
+    assert "a difference below about 1.7 points would not have been seen reliably" in found.headline
 
 
 def test_without_a_difference_the_fastest_is_named():
@@ -236,7 +236,13 @@ def test_an_average_is_over_the_same_seeds_at_every_batch_size():
     found = verdict(
         {"BN": {2: {0: 9.0, 1: 9.2}, 8: {0: 5.0, 1: 5.1}}, "MBN-2": {2: {0: 7.0}, 8: {0: 4.0, 1: 4.2}}},
     )
-    assert found.comparisons[0].sizes == (8,)
+    overall = found.comparisons[0]
+    assert (overall.sizes, overall.difference.n) == ((2, 8), 1)
+    more = {"BN": {2: {0: 9.0, 1: 9.2}, 8: {0: 5.0, 1: 5.1, 2: 1.0}}}
+    more["MBN-2"] = {2: {0: 7.0, 1: 7.4}, 8: {0: 4.0, 1: 4.2, 2: 9.0}}
+    overall = verdict(more).comparisons[0]
+    assert (overall.sizes, overall.difference.n) == ((2, 8), 2)
+    assert overall.difference.mean == pytest.approx(-(2.0 + 1.8 + 1.0 + 0.9) / 4)
 
 
 def test_the_text_is_the_headline_and_the_details():
@@ -253,3 +259,24 @@ def test_among_many_arms_the_verdict_is_short_and_beating_the_worst_is_no_merit(
     assert "WORST" in found.headline
     assert set(found.use) <= set(good)
     assert len(found.headline) < 400
+
+
+def test_among_many_arms_one_that_diverged_is_told_and_nothing_else_need_be_found():
+    arms = {f"A{index}": [30.0, 50.0 + index] for index in range(4)}
+    found = verdict({arm: {8: dict(enumerate(errors))} for arm, errors in {**arms, "LOST": [None, None]}.items()})
+    assert "every run of LOST diverged" in found.headline
+    assert "LOST" not in found.use
+
+
+def test_an_arm_with_less_error_than_a_winner_is_no_worse_a_choice_though_it_beats_nobody():
+    found = verdict(runs(BN=BAD, MBN_2=GOOD, GROUP=(3.0, 7.6, 6.4)))
+    assert found.use == ("MBN-2", "GROUP")
+    assert "or GROUP and MBN-2 no difference was found" in found.headline
+    assert verdict(runs(BN=BAD, MBN_2=GOOD, GROUP=(5.0, 8.6, 7.4))).use == ("MBN-2",)
+
+
+def test_of_several_differences_that_may_be_chance_the_clearest_is_told():
+    found = verdict(runs(BN=(5.0, 5.1, 5.3), MBN_2=(5.3, 5.2, 5.7), GROUP=(3.0, 9.0, 7.0)))
+    assert found.headline.startswith(
+        "No difference found between BN, MBN-2 and GROUP: the clearest, BN's error 0.27 points"
+    )

@@ -184,6 +184,14 @@ def test_a_difference_of_the_detectable_size_is_found_four_times_in_five():
     assert 0.72 < found / 2000 < 0.92
 
 
+@pytest.mark.parametrize("df", [1, 2, 4, 9, 200])
+@pytest.mark.parametrize("comparisons", [1, 3, 15])
+def test_the_detectable_difference_is_that_of_the_noncentral_t(df, comparisons):
+    found = Difference(0.0, 1.0, df, df + 1).detectable(comparisons)
+    critical = stats.t.ppf(1 - 0.025 / comparisons, df)
+    assert stats.nct.sf(critical, df, found) == pytest.approx(0.8, abs=1e-4)
+
+
 def test_more_comparisons_make_smaller_differences_invisible():
     one = Difference(0.0, 1.0, 2, 3)
     assert one.detectable(3) > one.detectable(1)

@@ -12,7 +12,6 @@ from typing import Any
 from memnorm.lab.evidence.queue import chosen_rate
 from memnorm.lab.evidence.study import Arm, Study
 from memnorm.lab.report.model import Group, final
-from memnorm.lab.report.verdict import Results, Verdict, verdict
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.statistics import CONFIDENCE, Difference, Sample, difference, number, p_text
 from memnorm.lab.store import StoredRun
@@ -20,9 +19,7 @@ from memnorm.lab.store import StoredRun
 
 @dataclass(frozen=True)
 class Found:
-    """An arm and its runs that are done, by seed: those it asks for, and further seeds that another study asks for.
-    `rate` is None while the learning rate is not chosen.
-    """
+    """An arm and its runs that are done, by seed. `rate` is None while the learning rate is not chosen."""
 
     study: Study
     arm: Arm
@@ -34,6 +31,14 @@ class Found:
         return self.arm.label
 
     @property
+    def place(self) -> str:
+        """Where it was tried, in short: ResNet-20 at batch size 8, 20,000 iterations."""
+        spec = self.arm.spec
+        rate = ", best learning rate" if self.arm.rates else ""
+        model = spec.model.replace("resnet", "ResNet-")
+        return f"{model} at batch size {spec.batch_size}, {spec.iterations:,} iterations{rate}"
+
+    @property
     def group(self) -> Group | None:
         return Group(self.runs) if self.runs else None
 
@@ -43,7 +48,7 @@ class Found:
 
     @property
     def missing(self) -> int:
-        return len(set(range(self.arm.seeds)) - {run.spec.seed for run in self.runs})
+        return self.arm.seeds - len(self.runs)
 
     def errors(self, metric: str = "test_error") -> dict[int, float]:
         """By seed, of the runs that finished."""
@@ -60,13 +65,6 @@ class Findings:
     def __init__(self, studies: Sequence[Study], runs: Iterable[StoredRun]) -> None:
         self.studies = tuple(studies)
         self._runs = {run.spec.digest: run for run in runs if run.result is not None}
-        self._seeds: dict[str, int] = {}  # by the first seed's digest: how many seeds a study asks for at most
-        for study in self.studies:
-            for arm in study.arms:
-                rate = chosen_rate(study, arm, self.result)
-                if rate is not None:
-                    first = arm.run(0, rate).digest
-                    self._seeds[first] = max(arm.seeds, self._seeds.get(first, 0))
 
     def result(self, spec: RunSpec) -> dict[str, Any] | None:
         run = self._runs.get(spec.digest)
@@ -83,10 +81,24 @@ class Findings:
         matching = [one for one in self.arms(self.study(study), batch_size) if one.label == label]
         return matching[0] if matching else None
 
+    def pairs(self, first: str, second: str) -> list[tuple[Found, Found]]:
+        """Wherever both arms are planned at one batch size; of studies that ask for the same runs of both, the one
+        that has more of them.
+        """
+        by_runs: dict[str, tuple[Found, Found]] = {}
+        for study in self.studies:
+            for size in study.batch_sizes:
+                one, other = (self.arm(study.name, label, size) for label in (first, second))
+                if one and other:
+                    key = " ".join([one.arm.run(0).digest, other.arm.run(0).digest, f"{one.arm.rates}"])
+                    known = by_runs.get(key)
+                    if known is None or len(one.runs) + len(other.runs) > sum(len(each.runs) for each in known):
+                        by_runs[key] = (one, other)
+        return list(by_runs.values())
+
     def _found(self, study: Study, arm: Arm) -> Found:
         rate = chosen_rate(study, arm, self.result)
-        seeds = 0 if rate is None else self._seeds[arm.run(0, rate).digest]
-        specs = [arm.run(seed, rate) for seed in range(seeds)]
+        specs = [arm.run(seed, rate) for seed in range(arm.seeds if rate is not None else 0)]
         return Found(study, arm, rate, tuple(self._runs[one.digest] for one in specs if one.digest in self._runs))
 
     def specs(self) -> list[RunSpec]:
@@ -98,22 +110,17 @@ class Findings:
             found |= {spec.digest: spec for spec in (*trials, *runs) if spec.digest in self._runs}
         return list(found.values())
 
-    def verdict(self, study: Study) -> Verdict:
-        """What may be concluded from a study about the norms in it. Not about their costs: runs share the machine with
-        others and are paused.
-        """
-        results: dict[str, dict[int, dict[int, float | None]]] = {}
-        for one in self.arms(study):
-            errors: Mapping[int, float] = one.errors()
-            by_seed = {run.spec.seed: errors.get(run.spec.seed) for run in one.runs}
-            results.setdefault(one.label, {})[one.arm.spec.batch_size] = by_seed
-        told: Results = results
-        return verdict(told, {}, baseline=study.baseline)
-
 
 def apart(first: Found, second: Found, metric: str = "test_error", other: str = "") -> Difference | None:
-    """`metric` of the first minus that of the second (or `other`): below zero, the first has less error."""
-    return difference(first.errors(metric), second.errors(other or metric))
+    """`metric` of the first minus that of the second (or `other`), over the seeds that both have: below zero, the first
+    has less error.
+    """
+    return over_common_seeds(first.errors(metric), second.errors(other or metric))
+
+
+def over_common_seeds(first: Mapping[int, float], second: Mapping[int, float]) -> Difference | None:
+    common = first.keys() & second.keys()
+    return difference({seed: first[seed] for seed in common}, {seed: second[seed] for seed in common})
 
 
 def significant(gap: Difference) -> bool:
@@ -143,11 +150,12 @@ def compared(first: str, second: str, gap: Difference | None) -> str:
     """Two arms in a sentence without its full stop; `first` and `second` are their names."""
     if gap is None:
         return f"{first} and {second}: not run yet"
-    points = f"{number(abs(gap.mean))} points {'below' if gap.mean <= 0 else 'above'} {_of(second)}"
+    below = gap.mean <= 0
+    points = f"{number(abs(gap.mean))} points {'below' if below else 'above'} {_of(second)}"
     if gap.p is None:
         return f"one seed, no claim: {_of(first)} error is {points}"
     doubt = "" if significant(gap) else ", which may be chance"
-    return f"{_of(first)} error is {points}{doubt} ({evidence_text(gap)})"
+    return f"{_of(first)} error is {points}{doubt} ({evidence_text(gap.mirrored if below else gap)})"
 
 
 def _of(label: str) -> str:

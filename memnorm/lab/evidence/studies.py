@@ -42,12 +42,12 @@ def ablation_arms(base: RunSpec) -> tuple[Arm, ...]:
         arm(base, "mbn", seeds=3),
         arm(base, "mbn", "double", seeds=3),
         arm(base, "bn", "double", seeds=1),
-        arm(base, "mbn", "double", seeds=1, label="MBN-2, no shift", norm_options={"shift": False}),
+        arm(base, "mbn", "double", seeds=1, label="MBN-2 shift=False", norm_options={"shift": False}),
         *(
-            arm(base, "mbn", "double", seeds=1, label=f"MBN-2, λ = {strength}", strength=(strength,))
+            arm(base, "mbn", "double", seeds=1, label=f"MBN-2 λ={strength}", strength=(strength,))
             for strength in (0.1, 0.5, 0.9)
         ),
-        arm(base, "group", seeds=1, label="GROUP, best rate", rates=RATES),
+        arm(base, "group", seeds=1, label="GROUP tuned", rates=RATES),
         arm(base, "moving_bn", seeds=1),
     )
 
@@ -66,8 +66,8 @@ def tiny_batch_arms(base: RunSpec) -> tuple[Arm, ...]:
 def cheaper_arms(base: RunSpec) -> tuple[Arm, ...]:
     return (
         arm(base, "mbn", "double", seeds=3),
-        arm(base, "mbn", "double", seeds=3, label="MBN-2, every 4th", every=4),
-        arm(base, "mbn", "double", seeds=3, label="MBN-2, a quarter", fraction=0.25),
+        arm(base, "mbn", "double", seeds=3, label="MBN-2 every=4", every=4),
+        arm(base, "mbn", "double", seeds=3, label="MBN-2 fraction=0.25", fraction=0.25),
         arm(base, "mbn", seeds=3),
         arm(base, "bn", seeds=3),
     )
@@ -142,7 +142,7 @@ MINIATURE = (
         arms=(
             arm(DIGITS, "bn", seeds=2),
             arm(DIGITS, "mbn", "double", seeds=2),
-            arm(DIGITS, "mbn", "double", seeds=2, label="MBN-2, no shift", norm_options={"shift": False}),
+            arm(DIGITS, "mbn", "double", seeds=2, label="MBN-2 shift=False", norm_options={"shift": False}),
             arm(DIGITS, "bn", seeds=2, label="BN, diverging", learning_rate=1e30),
         ),
         notes="The numbers mean nothing.",

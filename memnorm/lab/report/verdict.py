@@ -135,22 +135,28 @@ class Scope:
         self.many = len(arms) > MANY
         if self.many and self.use:
             self.use = self._near_the_best()
+        if self.use:
+            self.use = tuple(arm for arm in arms if arm in self.use or self._lower_still(arm, beaten))
 
     def _near_the_best(self) -> tuple[str, ...]:
         """Among many arms the correction is severe: to beat the worst is no merit. So an arm is recommended only if it
         is not behind the best one by an uncorrected test either.
         """
-        means = {
-            arm: Sample([error for size in self.sizes for error in _finished(self.results, arm, size).values()]).mean
-            for arm in self.use
-        }
-        best = min(means, key=lambda arm: means[arm])
+        best = min(self.use, key=self._mean)
         behind = {
             one.second
             for one in self.comparisons
             if one.first == best and one.difference.p is not None and one.difference.p < 1 - CONFIDENCE
         }
         return tuple(arm for arm in self.use if arm not in behind)
+
+    def _lower_still(self, arm: str, beaten: set[str]) -> bool:
+        """Whether an arm that beats nobody for certain has less error than all that do: it is no worse a choice."""
+        compared = arm in self._compared() and arm not in self.failing and arm not in beaten
+        return compared and self._mean(arm) < min(map(self._mean, self.use))
+
+    def _mean(self, arm: str) -> float:
+        return Sample([error for size in self.sizes for error in _finished(self.results, arm, size).values()]).mean
 
     def _beats(self, arm: str) -> bool:
         alone = bool(self.lost) and min(len(_finished(self.results, arm, size)) for size in self.sizes) >= 2
@@ -178,7 +184,10 @@ class Scope:
         reasons = []
         if self.many:
             worse = dict.fromkeys(one.second for one in self.won if one.first in self.use)
-            reasons.append(f"found worse: {_all_of(worse)} (each against one of them, corrected p below 0.05)")
+            if worse:
+                reasons.append(f"found worse: {_all_of(worse)} (each against one of them, corrected p below 0.05)")
+            if self.lost:
+                reasons.append(f"every run of {_all_of(self.lost)} diverged")
             return reasons + ([f"among {_all_of(self.use)} no difference was found"] if len(self.use) > 1 else [])
         for arm in self.use:
             below = ", and ".join(self._below(one) for one in self.won if one.first == arm)
@@ -192,17 +201,16 @@ class Scope:
         return reasons
 
     def _nothing_found(self) -> str:
-        largest = max(self.tested, key=lambda one: -one.difference.mean)
-        could = [one.difference.detectable(len(self.tested)) for one in self.tested]
-        known = [one for one in could if one is not None]
+        clearest = min(self.tested, key=lambda one: (one.difference.p or 0.0, one.difference.mean))
         words = f"no difference found between {_all_of(self._compared())}"
-        if largest.difference.mean == 0:
-            words += ": every seed gave them the same error"
-        else:
-            which = "the largest, " if len(self.tested) > 1 else ""
-            words += f": {which}{_of(largest.first)} error {self._below(largest)}, may be chance"
-        if known and max(known) < 100:  # percent
-            words += f"; a difference below about {_rounded(max(known))} points would not have been seen reliably"
+        if clearest.difference.mean == 0:
+            return f"{words}: every seed gave them the same error"
+        which = "the clearest, " if len(self.tested) > 1 else ""
+        words += f": {which}{_of(clearest.first)} error {self._below(clearest)}, may be chance"
+        could = clearest.difference.detectable(len(self.tested))
+        if could is not None and could < 100:  # percent
+            where = "there" if which else "here"
+            words += f"; a difference below about {_rounded(could)} points would not have been seen reliably {where}"
         return words
 
     def _compared(self) -> list[str]:
@@ -283,15 +291,18 @@ def _diverged(results: Results, arm: str, size: int) -> int:
 
 
 def _complete(results: Results, arm: str, size: int, sizes: Sequence[int]) -> bool:
-    """Averages over batch sizes need the same seeds at each of them."""
-    seeds = {seed for one in sizes for seed in results[arm].get(one, {})}
+    """Averages over batch sizes need the same seeds at each of them: those that were run at all sizes, if there are
+    any. Where one of these diverged, the size is left out.
+    """
+    run = [set(found) for one in sizes if (found := results[arm].get(one, {}))]
     here = _finished(results, arm, size)
-    return bool(here) and (len(sizes) == 1 or here.keys() == seeds)
+    return bool(here) and (len(sizes) == 1 or here.keys() >= (set.intersection(*run) or set.union(*run)))
 
 
 def _averages(results: Results, arm: str, sizes: Sequence[int]) -> dict[int, float]:
     by_size = [_finished(results, arm, size) for size in sizes]
-    return {seed: Sample([one[seed] for one in by_size]).mean for seed in sorted(by_size[0])} if by_size else {}
+    seeds = sorted(set.intersection(*map(set, by_size))) if by_size else []
+    return {seed: Sample([one[seed] for one in by_size]).mean for seed in seeds}
 
 
 def _failures(results: Results, arms: Sequence[str]) -> list[str]:

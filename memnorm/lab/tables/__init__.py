@@ -21,7 +21,9 @@ from memnorm.lab.tables import (
     small_batch,
     strength,
 )
-from memnorm.lab.tables.claims import CLAIMS, Claim, Gap
+from memnorm.lab.tables.claim import Claim, Gap
+from memnorm.lab.tables.claims_on_method import ON_METHOD
+from memnorm.lab.tables.claims_on_results import ON_RESULTS
 from memnorm.lab.tables.parts import Cell, Curve, Figure, Table
 from memnorm.lab.tables.protocol import RULES, SCALES, Scale, at_scale
 from memnorm.lab.tables.selection import Catalogue, Item, unique_specs, why_not
@@ -54,6 +56,7 @@ TABLES: dict[str, Table] = {
 FIGURES: dict[str, Figure] = {
     module.FIGURE.name: module.FIGURE for module in (double_forward, convergence, imagenet_curves)
 }
+CLAIMS: tuple[Claim, ...] = (*ON_RESULTS, *ON_METHOD)
 _CATALOGUE = Catalogue(TABLES, FIGURES)
 
 

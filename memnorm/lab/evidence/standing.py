@@ -1,0 +1,103 @@
+"""How the arms of a study stand beside its baseline: who was found better, who worse, who may be either.
+
+Each arm is compared with the baseline at its batch size, and with nothing else; p-values are corrected for all these
+comparisons of the study together (Holm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from memnorm.lab.evidence.findings import Findings, Found, apart
+from memnorm.lab.evidence.study import Study
+from memnorm.lab.statistics import CONFIDENCE, Difference, holm, number, p_text
+
+
+@dataclass(frozen=True)
+class Standing:
+    """An arm beside the baseline."""
+
+    found: Found
+    gap: Difference | None  # the arm minus the baseline
+    p: float | None = None  # corrected; None where seeds are too few to test
+
+    @property
+    def label(self) -> str:
+        return self.found.label
+
+    @property
+    def told_apart(self) -> bool:
+        return self.p is not None and self.p < 1 - CONFIDENCE
+
+    @property
+    def better(self) -> bool:
+        return self.told_apart and self.gap is not None and self.gap.mean < 0
+
+    @property
+    def worse(self) -> bool:
+        return self.told_apart and not self.better
+
+    @property
+    def points(self) -> str:
+        """2.84 points, corrected p = 0.004."""
+        assert self.gap is not None
+        assert self.p is not None
+        return f"{number(abs(self.gap.mean))} points, corrected {p_text(self.p)}"
+
+
+def standings(findings: Findings, study: Study) -> list[Standing]:
+    """Every arm but the baseline, in the order of the study."""
+    found = []
+    for one in findings.arms(study):
+        base = findings.arm(study.name, study.baseline, one.arm.spec.batch_size)
+        if one.label != study.baseline and base is not None:
+            found.append(Standing(one, apart(one, base)))
+    tested = [index for index, one in enumerate(found) if one.gap is not None and one.gap.p is not None]
+    corrected = holm([gap.p or 0.0 for index in tested if (gap := found[index].gap)])
+    for index, p in zip(tested, corrected, strict=True):
+        found[index] = replace(found[index], p=p)
+    return found
+
+
+def told(arms: Sequence[Standing], baseline: str) -> str:
+    """The arms of one batch size in words, without the full stop."""
+    parts = [
+        (f"less error than {baseline}", [f"{one.label} ({one.points})" for one in arms if one.better]),
+        (f"more error than {baseline}", [f"{one.label} ({one.points})" for one in arms if one.worse]),
+        (f"not told apart from {baseline}", [one.label for one in arms if one.p is not None and not one.told_apart]),
+        ("too few seeds to say", [one.label for one in arms if one.p is None and _finished(one)]),
+        ("every run diverged", [one.label for one in arms if one.found.runs and not _finished(one)]),
+        ("not run yet", [one.label for one in arms if not one.found.runs]),
+    ]
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names)
+
+
+def choice(arms: Sequence[Standing], base: Found) -> str:
+    """What to take: the baseline, unless something was found to be better; and who has less error still."""
+    if not base.sample():
+        return f"no claim: {base.label} {'diverged' if base.runs else 'is not run yet'}"
+    if all(one.p is None for one in arms):
+        return f"no claim: too few seeds beside {base.label}"
+    better = [one for one in arms if one.better and not one.found.diverged]
+    taken = min(better, key=lambda one: _mean(one.found)) if better else None
+    words = f"take {taken.label}" if taken else f"stay with {base.label}: nothing was found to have less error"
+    least = _mean(taken.found if taken else base)
+    lower = [
+        f"{one.label} ({number(_mean(one.found))}, n = {len(one.found.errors())})"
+        for one in arms
+        if one is not taken and _finished(one) and _mean(one.found) < least
+    ]
+    if not lower:
+        return words
+    return f"{words}. A mean below its {number(least)}, which may be chance: {', '.join(lower)}"
+
+
+def _finished(one: Standing) -> bool:
+    return one.found.sample() is not None
+
+
+def _mean(found: Found) -> float:
+    sample = found.sample()
+    assert sample is not None
+    return sample.mean

@@ -1,0 +1,75 @@
+"""Who is said to be better than the baseline, and what to take."""
+
+import pytest
+from evidencekit import BETTER, FIRST, TINY, WORSE, found, record, study
+
+from memnorm.lab.evidence.standing import choice, standings, told
+from memnorm.lab.statistics import holm
+
+
+def arms_of(root, name=FIRST, size=8):
+    return [one for one in standings(found(root), study(name)) if one.found.arm.spec.batch_size == size]
+
+
+def chosen(root, name=FIRST, size=8):
+    return choice(arms_of(root, name, size), found(root).arm(name, "BN", size))
+
+
+def test_every_arm_is_compared_with_the_baseline_and_corrected_for_all_of_them(tmp_path):
+    record(tmp_path, FIRST, {**BETTER, "MBN-1": [33.0, 34.0, 33.9, 33.2, 34.4], "GROUP": [38.0, 38.1, 37.5]})
+    arms = {one.label: one for one in arms_of(tmp_path)}
+    assert list(arms) == ["MBN-1", "MBN-2", "BRN-2", "GROUP", "MABN"]
+    tested = [arms[label] for label in ("MBN-1", "MBN-2", "GROUP")]
+    assert [one.p for one in tested] == pytest.approx(holm([one.gap.p for one in tested]))
+    assert arms["MBN-2"].better
+    assert arms["GROUP"].worse
+    assert not arms["MBN-1"].told_apart
+    assert (arms["MABN"].gap, arms["MABN"].p) == (None, None)
+
+
+def test_all_batch_sizes_of_a_study_are_one_family(tmp_path):
+    for size in (2, 4):
+        record(tmp_path, TINY, {"BN": [40.0, 41.0], "MBN-2": [38.0, 39.1]}, size)
+    (two,) = [one for one in arms_of(tmp_path, TINY, 2) if one.gap]
+    assert two.p == pytest.approx(2 * two.gap.p)
+
+
+def test_the_arms_are_told_by_how_they_stand(tmp_path):
+    record(tmp_path, FIRST, {**BETTER, "MBN-1": [34.5], "GROUP": [38.0, 38.1, 37.5], "BRN-2": [None, None]})
+    text = told(arms_of(tmp_path), "BN")
+    parts = dict(part.split(": ") for part in text.split("; "))
+    assert parts["less error than BN"].startswith("MBN-2 (2.98 points, corrected p < 0.001")
+    assert parts["more error than BN"].startswith("GROUP (")
+    assert parts["too few seeds to say"] == "MBN-1"
+    assert parts["every run diverged"] == "BRN-2"
+    assert parts["not run yet"] == "MABN"
+
+
+def test_the_baseline_stays_unless_something_is_found_better(tmp_path):
+    record(tmp_path, FIRST, WORSE)
+    assert chosen(tmp_path) == "stay with BN: nothing was found to have less error"
+    record(tmp_path, FIRST, {"GROUP": [25.0, 36.0, 30.0]})
+    assert chosen(tmp_path).endswith(". A mean below its 31.12, which may be chance: GROUP (30.33, n = 3)")
+
+
+def test_of_those_found_better_the_one_with_the_least_error_is_taken(tmp_path):
+    record(tmp_path, FIRST, {**BETTER, "MBN-1": [30.0, 30.5, 29.7, 30.3, 30.1]})
+    assert chosen(tmp_path) == "take MBN-1"
+
+
+def test_an_arm_that_diverged_now_and_then_is_not_recommended(tmp_path):
+    record(tmp_path, FIRST, {"BN": BETTER["BN"], "MBN-2": [*BETTER["MBN-2"][:4], None]})
+    assert chosen(tmp_path).startswith("stay with BN")
+
+
+@pytest.mark.parametrize(
+    ("errors", "wanted"),
+    [
+        ({"MBN-2": [31.0, 31.1]}, "no claim: BN is not run yet"),
+        ({"BN": [None], "MBN-2": [31.0]}, "no claim: BN diverged"),
+        ({"BN": [34.0], "MBN-2": [31.0]}, "no claim: too few seeds beside BN"),
+    ],
+)
+def test_without_seeds_of_both_there_is_no_claim(tmp_path, errors, wanted):
+    record(tmp_path, FIRST, errors)
+    assert chosen(tmp_path) == wanted
