@@ -101,9 +101,9 @@ def test_every_comparison_is_in_the_summary_the_losses_and_the_diverged_as_well(
     record(tmp_path, HEADLINE, {"BN": [19.0], "MBN-2": [None]})
     record(tmp_path, TINY, {"BN": [50.0], "MBN-2": [48.0]}, 2)
     told = short.summary(found(tmp_path))
-    assert "less error: ResNet-20 at batch size 8, 20,000 iterations (−2.98 points, 95 % interval −3." in told
-    assert "more error: ResNet-8 at batch size 8, 78,200 iterations (3.00 points" in told
-    assert "one seed, no claim: ResNet-8 at batch size 2, 80,000 iterations (−2.00 points, n = 1)" in told
+    assert "less error: ResNet-20 at batch size 8, 20,000 iterations (−2.98, n = 5)" in told
+    assert "more error: ResNet-8 at batch size 8, 78,200 iterations (3.00, n = 3)" in told
+    assert "one seed, no claim: ResNet-8 at batch size 2, 80,000 iterations (−2.00, n = 1)" in told
     assert "diverged: ResNet-56 at batch size 8, 78,200 iterations (MBN-2 diverged in 1 of 1 seeds)" in told
     assert "not run yet: 3 of 7 comparisons" in told
 
@@ -192,8 +192,8 @@ def test_the_cost_is_that_of_the_bench_not_of_the_runs(pages, tmp_path):
     record(tmp_path, FIRST, BETTER)
     whole = made(pages, tmp_path)["evidence.md"]
     text = part(whole, "What does it cost?")
-    assert "- MBN-2: a step in steps of BN, measured on a quiet machine" in text
-    assert "resnet20 at batch size 128 1.30." in text
+    assert "- A training step with MBN-2 takes, in steps of BN: resnet20 at batch size 128 1.30." in text
+    assert "quiet machine: Some machine, 2 threads." in text
     assert "A layer in eval takes 1.00 times BN's time." in text
     assert "time per step" not in whole
 

@@ -114,7 +114,7 @@ def costs(found: Findings, bench: Mapping[str, Any]) -> list[str]:
             steps.setdefault(one["name"], []).append(f"{where} {one['ratio']:.2f}")
     machine = f"{bench['where']['machine']}, {bench['where']['threads']} threads"
     lines = [
-        f"{name}: a step in steps of {BASE}, measured on a quiet machine ({machine}): {', '.join(told)}."
+        f"A training step with {name} takes, in steps of {BASE}: {', '.join(told)}."
         for name, told in steps.items()
         if name.startswith(OURS)
     ]
@@ -122,6 +122,7 @@ def costs(found: Findings, bench: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"A layer in eval takes {evaluation:.2f} times {BASE}'s time. [Performance](performance.md) has the rest."
     )
+    lines.append(f"Measured on a quiet machine: {machine}.")
     lines.append("The runs below shared their machine with others and were paused: their times are no measurements.")
     return lines + cheaper(found)
 

@@ -18,7 +18,7 @@ from evidence_tables import (
     verdicts,
 )
 
-from memnorm.lab.evidence.findings import Findings, apart, evidence_text, gap_text, significant
+from memnorm.lab.evidence.findings import Findings, apart, gap_text, significant
 from memnorm.lab.statistics import number
 
 FIRST, HEADLINE = "small-batch-resnet20", "headline-resnet56"
@@ -36,15 +36,15 @@ def summary(found: Findings) -> str:
             missing += 1
         if gap is not None:
             kind = ONE_SEED if gap.p is None else EITHER if not significant(gap) else LESS if gap.mean < 0 else MORE
-            told[kind].append(f"{ours.place} ({number(gap.mean)} points, {evidence_text(gap)})")
+            told[kind].append(f"{ours.place} ({number(gap.mean)}, n = {gap.n})")
         if ours.diverged or base.diverged:
             told[FAILED].append(f"{ours.place} ({failures(ours, base)[2:]})")
     parts = [f"{what}: {', '.join(places)}" for what, places in told.items() if places]
     parts += [f"not run yet: {missing} of {len(found.pairs(OURS, BASE))} comparisons"] if missing else []
     sure = "" if told[LESS] else f" A gain over {BASE} is so far the paper's claim, not our finding."
     return (
-        f"{OURS} beside {BASE} in our own runs on CIFAR-10, error of {OURS} minus {BASE}'s: {'; '.join(parts)}.{sure} "
-        "These are small networks on one machine."
+        f"{OURS} beside {BASE} in our own runs on CIFAR-10, error of {OURS} minus {BASE}'s in points: "
+        f"{'; '.join(parts)}.{sure} These are small networks on one machine."
     )
 
 
