@@ -52,7 +52,7 @@ def readme(found: Findings) -> str | None:
     """README's table and figure; None while BN and MBN-2 have not two seeds each."""
     study = found.study(FIRST)
     arms = [one for one in found.arms(study) if one.runs]
-    counts = {one.label: len(one.errors()) for one in arms}
+    counts = {one.label: len(one.runs) for one in arms}
     if min(counts.get(OURS, 0), counts.get(BASE, 0)) < 2:
         return None
     spec = study.arms[0].spec

@@ -7,6 +7,7 @@ Loading admits tensors and plain containers only.
 from __future__ import annotations
 
 import hashlib
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,9 @@ def readable(folder: Path, complain: Any) -> Iterator[dict[str, Any]]:
             state = torch.load(path, map_location="cpu", weights_only=True)
             if not isinstance(state, dict):
                 raise ValueError("it holds no state of a run")
+        except pickle.UnpicklingError:
+            complain(f"{path.name} is not a checkpoint of ours and was not opened; going back to the one before")
+            continue
         except Exception as error:  # torch.load raises anything on damaged input
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             complain(f"{path.name} cannot be read ({reason}); going back to the one before")

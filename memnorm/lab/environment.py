@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import platform
@@ -65,9 +66,10 @@ def version(library: str) -> str | None:
         return None
 
 
+@functools.cache
 def commit() -> str | None:
     """The commit of the clone that this package stands in, marked if its files were changed; None for an installed
-    package.
+    package. Asked once in a process: what is committed later is not what it runs.
     """
     here = Path(__file__).resolve().parent
 

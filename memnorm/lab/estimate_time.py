@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -150,7 +151,8 @@ def measured(runs: Iterable[StoredRun], threads: int, machine: str) -> dict[str,
     times: dict[str, list[float]] = {}
     for run in runs:
         if (run.environment.get("machine"), run.environment.get("threads")) == (machine, threads):
-            steps = [line["step_ms"] / 1000 for line in run.metrics if line.get("step_ms")]
+            known = [line.get("step_ms") for line in run.metrics]
+            steps = [one / 1000 for one in known if isinstance(one, (int, float)) and 0 < one < math.inf]
             times.setdefault(same_work(run.spec), []).extend(steps)
     return {work: statistics.median(steps) for work, steps in times.items() if steps}
 

@@ -72,6 +72,8 @@ class Store:
                     found.append(read_run(path))
                 except (LabError, OSError, UnicodeDecodeError) as error:
                     self.problems.append(f"{path.name}: {error}")
+            elif (path / "result.json").exists():
+                self.problems.append(f"{path.name}: a result without spec.yaml")
         return found
 
 
@@ -168,15 +170,31 @@ class RunFolder:
 
     def result(self) -> dict[str, Any] | None:
         """What came out, or None if the run is not done."""
+        path = self.path / "result.json"
         try:
-            result = json.loads((self.path / "result.json").read_text(encoding="utf-8"))
+            result = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except NOT_JSON as error:
-            raise LabError(f"{self.path / 'result.json'} is damaged ({error}); delete it to run again") from error
-        if not isinstance(result, dict) or result.get("status") not in STATUSES:
-            raise LabError(f"{self.path / 'result.json'} is not a result; delete it to run again")
+        except (OSError, *NOT_JSON) as error:
+            raise LabError(f"{path} is damaged ({error}); delete it to run again") from error
+        problem = _objection(result, self.spec)
+        if problem:
+            raise LabError(f"{path} is not a result of this run: {problem}; delete it to run again")
         return result
+
+    def damage(self) -> str | None:
+        """What is wrong with the files beside the result of a run that is done."""
+        try:
+            if read_run(self.path).spec.name != self.spec.name:
+                return "spec.yaml is that of another run"
+        except (LabError, OSError, UnicodeDecodeError) as error:
+            return f"spec.yaml: {error}"
+        result, lines = self.result() or {}, self.metrics()
+        if not self.sessions() or not all(self.sessions()):
+            return "env.json does not say where it was run"
+        if result["status"] == "finished" and (not lines or lines[-1] != result["final"]):
+            return "metrics.jsonl does not end with the result"
+        return None
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Write the result; from then on the run is done and its checkpoints are superfluous."""
@@ -201,6 +219,24 @@ class Onlooker(RunFolder):
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         return result
+
+
+def _objection(result: Any, spec: RunSpec) -> str | None:
+    """Why this cannot be what came out of the run."""
+    if not isinstance(result, dict) or result.get("status") not in STATUSES:
+        return "it does not say how the run ended"
+    if result.get("name") != spec.name:
+        return f"it is of {result.get('name')}"
+    if result["status"] == "diverged":
+        return None
+    final = result.get("final")
+    final = final if isinstance(final, dict) else {}
+    error = final.get("test_error")
+    if not isinstance(error, (int, float)) or isinstance(error, bool) or not 0 <= error <= 100:
+        return f"its test error is {error!r}"
+    if final.get("iteration") != spec.iterations:
+        return f"it ends at iteration {final.get('iteration')}, not {spec.iterations}"
+    return None
 
 
 def finite(value: Any) -> Any:

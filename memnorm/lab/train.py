@@ -51,7 +51,7 @@ def run(
     folder = store.run(spec)
     done = folder.result()
     if done is not None:
-        return _complete(done, folder)
+        return done
     reason = why_not(spec)
     if reason:
         raise UsageError(reason)
@@ -61,14 +61,6 @@ def run(
     with folder.held(wait):
         done = folder.result()  # of the process that we may have waited for
         return done or _Run(spec, folder, execution, data, listener).to_the_end()
-
-
-def _complete(result: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
-    """A stored result that says what came out; one that was damaged does not."""
-    final = result.get("final")
-    if result["status"] == "finished" and not (isinstance(final, dict) and isinstance(final.get("test_error"), float)):
-        raise LabError(f"{folder.path / 'result.json'} is damaged: it holds no test error; delete it to run again")
-    return result
 
 
 class _Run:

@@ -7,6 +7,7 @@ import pytest
 
 from memnorm.lab import models
 from memnorm.lab.arms import why_not
+from memnorm.lab.errors import LabError
 from memnorm.lab.evidence import MINIATURE, STUDIES, Arm, Records, Study, chosen_rate, plan
 from memnorm.lab.listen import Outcome
 from memnorm.lab.spec import RunSpec
@@ -174,34 +175,82 @@ def test_the_number_of_runs_is_the_one_asked_for():
     }
 
 
-def test_a_record_is_whole_or_none_and_holds_no_checkpoint(tmp_path):
-    records, spec = Records(tmp_path / "runs", tmp_path / "records"), RunSpec()
+def done(store, spec, error: float) -> dict:
+    """A run that is done, in a store; its result."""
+    folder = store.run(spec)
+    folder.begin({"threads": 1})
+    line = {"iteration": spec.iterations, "test_error": error}
+    folder.write_metrics([line])
+    return folder.finish({"status": "finished", "name": spec.name, "final": line})
+
+
+@pytest.fixture
+def records(tmp_path) -> Records:
+    return Records(tmp_path / "runs", tmp_path / "records")
+
+
+def test_a_record_is_whole_or_none_and_holds_no_checkpoint(records):
+    spec = RunSpec()
     folder = records.work.run(spec)
     folder.begin({"threads": 1})
-    folder.write_metrics([{"iteration": 1}])
     (folder.path / "checkpoint-1.pt").write_text("")
     records.keep(spec)
     assert not records.kept.run(spec).path.exists()
-    folder.finish(finished(3.0))
+    result = done(records.work, spec, 3.0)
     (folder.path / "checkpoint-2.pt").write_text("")
     records.ended(Outcome(spec, "finished"))
     kept = records.kept.run(spec).path
     assert sorted(path.name for path in kept.iterdir()) == ["env.json", "metrics.jsonl", "result.json", "spec.yaml"]
     assert records.kept.runs()[0].spec == spec
-    assert records.result(spec) == finished(3.0)
+    assert records.result(spec) == result
 
 
-def test_a_record_alone_counts_as_done_and_is_never_overwritten(tmp_path):
-    records, spec = Records(tmp_path / "runs", tmp_path / "records"), RunSpec()
-    for place, error in ((records.kept, 3.0), (records.work, 4.0)):
-        place.run(spec).begin({})
-        place.run(spec).finish(finished(error))
+def test_a_record_alone_counts_as_done_and_is_never_overwritten(records):
+    spec = RunSpec()
+    first = done(records.kept, spec, 3.0)
+    done(records.work, spec, 4.0)
     records.keep(spec)
-    assert records.result(spec) == finished(3.0)
+    assert records.result(spec) == first
 
 
-def test_a_failed_run_leaves_no_record(tmp_path):
-    records, spec = Records(tmp_path / "runs", tmp_path / "records"), RunSpec()
+@pytest.mark.parametrize("name", ["spec.yaml", "metrics.jsonl", "env.json"])
+def test_a_damaged_record_is_mended_from_the_run_or_refused(records, name):
+    spec = RunSpec()
+    result = done(records.kept, spec, 3.0)
+    path = records.kept.run(spec).path / name
+    path.write_text("")
+    with pytest.raises(LabError, match=r"the record .* is damaged .*restore it, or delete it to run it again"):
+        records.result(spec)
+    done(records.work, spec, 3.0)
+    assert records.result(spec) == result
+    records.keep(spec)
+    assert path.read_text() == (records.work.run(spec).path / name).read_text() != ""
+
+
+def test_a_damaged_run_makes_no_record(records):
+    spec = RunSpec()
+    done(records.work, spec, 3.0)
+    (records.work.run(spec).path / "metrics.jsonl").write_bytes(b"\xff")
+    with pytest.raises(LabError, match=r"is damaged .*delete its result.json to run it again"):
+        records.keep(spec)
+    assert not records.kept.run(spec).path.exists()
+
+
+def test_a_record_that_cannot_be_written_is_noticed_first_and_its_run_is_safe(records):
+    spec = RunSpec()
+    records.kept.root.write_text("a file where the folder should be")
+    with pytest.raises(LabError):
+        records.prepare()
+    done(records.work, spec, 3.0)
+    with pytest.raises(LabError, match=r"done and safe in .*the same command copies it later"):
+        records.ended(Outcome(spec, "finished"))
+    records.kept.root.unlink()
+    records.prepare()
+    assert list(records.kept.root.iterdir()) == []
+
+
+def test_a_failed_run_leaves_no_record(records):
+    spec = RunSpec()
     records.ended(Outcome(spec, "failed", "why"))
     assert not records.kept.root.exists()
 

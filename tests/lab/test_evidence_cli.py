@@ -30,7 +30,7 @@ def call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("memnorm.lab.cli.evidence.seconds_here", lambda *_, **__: {})
 
     def run(*words):
-        code = main(["evidence", "--miniature", "--workers", "0", *words])
+        code = main(["evidence", "--miniature", "--records", "results", "--workers", "0", *words])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -162,7 +162,8 @@ def test_the_list_shows_arms_and_what_waits_and_runs_nothing(call):
     ("words", "message"),
     [
         (["miniatur"], "no study 'miniatur'. Did you mean miniature"),
-        (["--only", "XBN*"], "--only matches no arm; there are BN/8, MBN-2/8"),
+        (["--only", "XBN*"], "--only xbn*: no such arm. Did you mean"),
+        (["--only", "BN,GRUOP"], "--only gruop: no such arm. Did you mean GROUP"),
         (["--jobs", "-1"], "--jobs must not be negative"),
     ],
 )
@@ -170,6 +171,15 @@ def test_what_there_is_not_is_refused(call, words, message):
     code, _, err = call(*words)
     assert code == 2
     assert message in err
+
+
+def test_the_miniature_does_not_touch_the_records_of_the_studies(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("memnorm.lab.environment.commit", lambda: None)
+    monkeypatch.setattr("memnorm.lab.cli.evidence.seconds_here", lambda *_, **__: {})
+    assert main(["evidence", "--miniature", "miniature", "--only", "MBN-2", "--workers", "0"]) == 0
+    assert not (tmp_path / "results").exists()
+    assert len(list((tmp_path / "runs/miniature-records").iterdir())) == 2
 
 
 def test_arms_are_chosen_by_label_or_batch_size_in_any_case(call):

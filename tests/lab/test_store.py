@@ -14,7 +14,7 @@ from memnorm.lab.errors import LabError, RunHeld, UsageError
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import RunFolder, Store, check_root, finite
 
-SPEC = RunSpec(model="small", data="digits")
+SPEC = RunSpec(model="small", data="digits", iterations=1)
 LINE = {"iteration": 1, "test_error": 50.0}
 RESULT = {"status": "finished", "name": SPEC.name, "final": LINE}
 
@@ -93,6 +93,56 @@ def test_a_damaged_result_is_a_problem_that_says_what_to_do(store, folder, text)
     assert re.search(rf"{SPEC.name}: .*result\.json is .*; delete it to run again", problem)
     with pytest.raises(LabError, match="delete it to run again"):
         folder.result()
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"name": "another"}, "it is of another"),
+        ({"name": None}, "it is of None"),
+        ({"final": {**LINE, "iteration": 7}}, "it ends at iteration 7, not 1"),
+        ({"final": {**LINE, "test_error": -5.0}}, "its test error is -5.0"),
+        ({"final": {**LINE, "test_error": 1e308}}, "its test error is 1e"),
+        ({"final": {**LINE, "test_error": float("nan")}}, "its test error is nan"),
+        ({"final": {**LINE, "test_error": True}}, "its test error is True"),
+        ({"final": None}, "its test error is None"),
+    ],
+)
+def test_a_result_that_cannot_be_of_this_run_is_refused(folder, changed, problem):
+    (folder.path / "result.json").write_text(json.dumps({**RESULT, **changed}))
+    with pytest.raises(LabError, match=f"is not a result of this run: {re.escape(problem)}.*; delete it to run again"):
+        folder.result()
+
+
+def test_a_result_that_is_no_file_is_damaged(folder):
+    (folder.path / "result.json").mkdir()
+    with pytest.raises(LabError, match=r"is damaged .*; delete it to run again"):
+        folder.result()
+
+
+def test_a_result_without_its_specification_is_a_problem(store, folder):
+    folder.finish(RESULT)
+    (folder.path / "spec.yaml").unlink()
+    assert store.runs() == []
+    assert store.problems == [f"{SPEC.name}: a result without spec.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("spec.yaml", "", "spec.yaml"),
+        ("spec.yaml", SPEC.but(seed=4).as_yaml(), "spec.yaml"),
+        ("metrics.jsonl", "", "metrics.jsonl does not end with the result"),
+        ("metrics.jsonl", '{"iteration": 1, "test_error": 49.0}', "metrics.jsonl does not end with the result"),
+        ("env.json", "{}", "env.json"),
+        ("env.json", '{"sessions": [{}]}', "env.json"),
+    ],
+)
+def test_damage_beside_a_result_is_found(folder, name, text, problem):
+    folder.finish(RESULT)
+    assert folder.damage() is None
+    (folder.path / name).write_text(text)
+    assert problem in folder.damage()
 
 
 def test_one_damaged_run_does_not_hide_the_others(store, folder):
@@ -214,7 +264,7 @@ HOLD = """
     import sys, time
     from memnorm.lab.spec import RunSpec
     from memnorm.lab.store import Store
-    with Store(sys.argv[1]).run(RunSpec(model="small", data="digits")).held(wait=True):
+    with Store(sys.argv[1]).run(RunSpec(model="small", data="digits", iterations=1)).held(wait=True):
         print("held", flush=True)
         sys.stdin.read()
     """

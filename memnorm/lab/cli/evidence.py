@@ -39,15 +39,18 @@ def main(words: Sequence[str]) -> int:
     if arguments.jobs < 0:
         raise UsageError(f"--jobs must not be negative; got {arguments.jobs}")
     studies = selected(arguments)
-    records = Records(arguments.runs, check_root(arguments.records))
+    kept = arguments.records or Path("runs/miniature-records" if arguments.miniature else "results")
+    records = Records(arguments.runs, check_root(kept))
     now = plan(studies, records.result)
     seconds = times(now, records)
     if arguments.list:
         print(listing(studies, records, seconds))
-    print(queue_text(now.ready, len(now.done), seconds, arguments.jobs))
+    print(queue_text(now.ready, len(now.done), seconds, arguments.jobs), flush=True)
     if now.locked:
         upper = total(now.locked, seconds, arguments.jobs)
-        print(f"then up to {len(now.locked)} runs whose learning rate is chosen first; at most {upper} more")
+        print(
+            f"then up to {len(now.locked)} runs whose learning rate is chosen first; at most {upper} more", flush=True
+        )
     return OK if arguments.list else carry_out(studies, records, now, arguments)
 
 
@@ -65,7 +68,8 @@ def flags() -> Any:
     add_fields(computed, Execution, defaults={"threads": 1})
     places = made.add_argument_group("where things are")
     add_places(places)
-    places.add_argument("--records", type=Path, default=Path("results"), help="folder for what is kept of each run")
+    kept = "folder for what is kept of each run; default: results, for --miniature one below runs"
+    places.add_argument("--records", type=Path, help=kept)
     return made
 
 
@@ -75,7 +79,8 @@ def selected(arguments: Any) -> list[Study]:
     for name in arguments.studies or []:
         if name not in every:
             near = difflib.get_close_matches(name, every, n=2)
-            raise UsageError(f"no study {name!r}.{suggestion(near)} There are {', '.join(every)}.")
+            hint = " It is one of --miniature." if name in [one.name for one in MINIATURE] else suggestion(near)
+            raise UsageError(f"no study {name!r}.{hint} There are {', '.join(every)}.")
     studies = [study for name, study in every.items() if not arguments.studies or name in arguments.studies]
     patterns = [pattern.lower() for word in arguments.only or [] for pattern in names(word)]
     if not patterns:
@@ -84,9 +89,12 @@ def selected(arguments: Any) -> list[Study]:
         replace(study, arms=tuple(arm for arm in study.arms if _matches((arm.label, arm.key), patterns)))
         for study in studies
     ]
-    if not any(study.arms for study in thinned):
-        labels = dict.fromkeys(arm.key for study in studies for arm in study.arms)
-        raise UsageError(f"--only matches no arm; there are {', '.join(labels)}")
+    labels = dict.fromkeys(arm.key for study in studies for arm in study.arms)
+    for pattern in patterns:
+        if not any(_matches((label, label.rpartition("/")[0]), [pattern]) for label in labels):
+            lower = {label.lower(): label for key in labels for label in (key, key.rpartition("/")[0])}
+            near = [lower[one] for one in difflib.get_close_matches(pattern, lower, n=2)]
+            raise UsageError(f"--only {pattern}: no such arm.{suggestion(near)} There are {', '.join(labels)}.")
     return [study for study in thinned if study.arms]
 
 
@@ -120,6 +128,7 @@ def carry_out(studies: Sequence[Study], records: Records, now: Plan, arguments: 
         records.keep(spec)
     if not now.ready:
         return OK
+    records.prepare()
     for spec in (*now.ready, *now.locked):
         reason = why_not(spec)
         if reason:
@@ -135,7 +144,7 @@ def carry_out(studies: Sequence[Study], records: Records, now: Plan, arguments: 
             records.work,
             execution=filled(Execution, arguments),
             data_root=arguments.data_root,
-            jobs=arguments.jobs,
+            jobs=min(arguments.jobs, len(now.ready) + len(now.locked)),
             listener=Together(records, listener),
             replan=replan,
         )

@@ -143,7 +143,7 @@ MINIATURE = (
             arm(DIGITS, "bn", seeds=2),
             arm(DIGITS, "mbn", "double", seeds=2),
             arm(DIGITS, "mbn", "double", seeds=2, label="MBN-2 shift=False", norm_options={"shift": False}),
-            arm(DIGITS, "bn", seeds=2, label="BN, diverging", learning_rate=1e30),
+            arm(DIGITS, "bn", seeds=2, label="BN diverging", learning_rate=1e30),
         ),
         notes="The numbers mean nothing.",
     ),
