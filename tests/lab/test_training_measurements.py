@@ -251,13 +251,14 @@ def test_a_session_says_where_it_was_computed_and_names_neither_person_nor_place
 
 def test_the_commit_is_that_of_the_clone_the_package_stands_in(tmp_path, monkeypatch):
     monkeypatch.undo()
+    commit = environment.commit.__wrapped__  # not the answer that is kept for the process
     module = tmp_path / "memnorm/lab/environment.py"
     module.parent.mkdir(parents=True)
     module.touch()
     monkeypatch.setattr(environment, "__file__", str(module))
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert environment.commit() is None
+    assert commit() is None
 
     def git(*words):
         identity = ("-c", "user.name=x", "-c", "user.email=x")
@@ -267,10 +268,18 @@ def test_the_commit_is_that_of_the_clone_the_package_stands_in(tmp_path, monkeyp
     git("add", ".")
     git("commit", "-m", "x")
     name = git("rev-parse", "HEAD").stdout[:12]
-    assert environment.commit() == name
+    assert commit() == name
     (tmp_path / "notes").touch()
-    assert environment.commit() == name
+    assert commit() == name
     module.write_text("changed")
-    assert environment.commit() == f"{name}+changes"
+    assert commit() == f"{name}+changes"
     monkeypatch.setenv("PATH", "")
-    assert environment.commit() is None
+    assert commit() is None
+
+
+def test_the_commit_is_asked_once_because_what_is_committed_later_is_not_what_runs(monkeypatch):
+    monkeypatch.undo()
+    environment.commit.cache_clear()
+    first = environment.commit()
+    monkeypatch.setenv("PATH", "")
+    assert environment.commit() == first
