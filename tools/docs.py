@@ -201,7 +201,8 @@ def test_record(record: dict) -> str:
 
 def main() -> None:
     for path, text in render().items():
-        write_text(path, text)
+        if not path.exists() or path.read_text() != text:  # what is new is installed again
+            write_text(path, text)
 
 
 if __name__ == "__main__":
