@@ -12,13 +12,12 @@ from evidence_tables import (
     failures,
     failures_of,
     markdown_row,
-    model_name,
     printed,
     so_far,
     verdicts,
 )
 
-from memnorm.lab.evidence.findings import Findings, apart, gap_text, significant
+from memnorm.lab.evidence.findings import Findings, apart, gap_text, model_name, significant
 from memnorm.lab.statistics import number
 
 FIRST, HEADLINE = "small-batch-resnet20", "headline-resnet56"

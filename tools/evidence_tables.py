@@ -8,7 +8,6 @@ from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.findings import Findings, Found, apart, gap_text
 from memnorm.lab.evidence.standing import standings, told
 from memnorm.lab.report.model import RECALIBRATED
-from memnorm.lab.spec import RunSpec
 from memnorm.lab.statistics import number
 
 NOT_RUN = "not run yet"
@@ -33,12 +32,9 @@ def place(study: Study, batch_size: int) -> str:
     return study.title if len(study.batch_sizes) == 1 else f"{study.title}, batch size {batch_size}"
 
 
-def model_name(spec: RunSpec) -> str:
-    return spec.model.replace("resnet", "ResNet-")
-
-
 def failures(*arms: Found) -> str:
-    words = [f"{one.label} diverged in {len(one.diverged)} of {len(one.runs)} seeds" for one in arms if one.diverged]
+    """Which arms diverged, to go behind something else."""
+    words = [f"{one.label} {failures_of(one)[2:]}" for one in arms if one.diverged]
     return f"; {', '.join(words)}" if words else ""
 
 

@@ -185,14 +185,12 @@ class RunFolder:
     def damage(self) -> str | None:
         """What is wrong with the files beside the result of a run that is done."""
         try:
-            if read_run(self.path).spec.name != self.spec.name:
-                return "spec.yaml is that of another run"
+            run = read_run(self.path)
         except (LabError, OSError, UnicodeDecodeError) as error:
             return f"spec.yaml: {error}"
-        result, lines = self.result() or {}, self.metrics()
-        if not self.sessions() or not all(self.sessions()):
+        if not run.sessions or not all(run.sessions):
             return "env.json does not say where it was run"
-        if result["status"] == "finished" and (not lines or lines[-1] != result["final"]):
+        if run.result and run.status == "finished" and run.metrics[-1:] != [run.result["final"]]:
             return "metrics.jsonl does not end with the result"
         return None
 

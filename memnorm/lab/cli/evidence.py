@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
     if arguments.jobs < 0:
         raise UsageError(f"--jobs must not be negative; got {arguments.jobs}")
     studies = selected(arguments)
-    kept = arguments.records or Path("runs/miniature-records" if arguments.miniature else "results")
+    kept = arguments.records or (arguments.runs / "miniature-records" if arguments.miniature else Path("results"))
     records = Records(arguments.runs, check_root(kept))
     now = plan(studies, records.result)
     seconds = times(now, records)
@@ -89,11 +89,11 @@ def selected(arguments: Any) -> list[Study]:
         replace(study, arms=tuple(arm for arm in study.arms if _matches((arm.label, arm.key), patterns)))
         for study in studies
     ]
-    labels = dict.fromkeys(arm.key for study in studies for arm in study.arms)
+    words = {word.lower(): word for study in studies for arm in study.arms for word in (arm.label, arm.key)}
     for pattern in patterns:
-        if not any(_matches((label, label.rpartition("/")[0]), [pattern]) for label in labels):
-            lower = {label.lower(): label for key in labels for label in (key, key.rpartition("/")[0])}
-            near = [lower[one] for one in difflib.get_close_matches(pattern, lower, n=2)]
+        if not _matches(list(words), [pattern]):
+            near = [words[one] for one in difflib.get_close_matches(pattern, words, n=2)]
+            labels = dict.fromkeys(arm.key for study in studies for arm in study.arms)
             raise UsageError(f"--only {pattern}: no such arm.{suggestion(near)} There are {', '.join(labels)}.")
     return [study for study in thinned if study.arms]
 

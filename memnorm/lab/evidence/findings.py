@@ -35,8 +35,7 @@ class Found:
         """Where it was tried, in short: ResNet-20 at batch size 8, 20,000 iterations."""
         spec = self.arm.spec
         rate = ", best learning rate" if self.arm.rates else ""
-        model = spec.model.replace("resnet", "ResNet-")
-        return f"{model} at batch size {spec.batch_size}, {spec.iterations:,} iterations{rate}"
+        return f"{model_name(spec)} at batch size {spec.batch_size}, {spec.iterations:,} iterations{rate}"
 
     @property
     def group(self) -> Group | None:
@@ -109,6 +108,10 @@ class Findings:
             runs = [run.spec for one in self.arms(study) for run in one.runs]
             found |= {spec.digest: spec for spec in (*trials, *runs) if spec.digest in self._runs}
         return list(found.values())
+
+
+def model_name(spec: RunSpec) -> str:
+    return spec.model.replace("resnet", "ResNet-")
 
 
 def apart(first: Found, second: Found, metric: str = "test_error", other: str = "") -> Difference | None:
