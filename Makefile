@@ -23,7 +23,7 @@ bench: .venv/installed
 
 # The studies of docs/protocol.md: prints the queue with its hours here, then runs or resumes it. Interrupt it at will.
 evidence-runs: .venv/installed
-	$(BIN)/memnorm evidence --jobs 2
+	$(BIN)/memnorm evidence --jobs 2 --channels-last
 
 # README's table and figure, docs/evidence.md, docs/claims.md and the published report, from the records in results/.
 evidence: .venv/installed

@@ -149,6 +149,7 @@ class Execution:
 
     threads: int = option(0, "threads of torch; 0 leaves torch's own choice")
     device: str = option("auto", "cpu, cuda, cuda:1 …; auto takes a GPU where there is one")
+    channels_last: bool = option(False, "keep weights and images with channels last, faster for most convolutions")
     workers: int = option(2, "processes that decode image files; 0 decodes in the training process")
     checkpoint_seconds: float = option(60.0, "time between checkpoints, the most a killed run loses")
     keep_weights: bool = option(False, "write the final weights to weights.pt beside the result")

@@ -78,10 +78,11 @@ class _Run:
         self.plan = self._plan()  # before anything is written: what it refuses leaves nothing behind
         folder.write_metrics(self.lines)  # what was measured after the checkpoint is measured again
         self.session = environment.session(self.device, self.threads, self.iteration)
+        self.session["channels_last"] = execution.channels_last
         folder.begin(self.session)
 
     def _fresh(self) -> Training:
-        return Training(self.spec, self.data.classes, self.data.shape, self.device)
+        return Training(self.spec, self.data.classes, self.data.shape, self.device, self.execution.channels_last)
 
     def _resumed(self) -> Training | None:
         """From the newest checkpoint that the first process can read and everybody can load."""

@@ -34,13 +34,16 @@ SPLIT_SEED = 20180202  # of the images held out or left out: the same for every 
 class Training:
     """Model, optimizer and schedules of one run."""
 
-    def __init__(self, spec: RunSpec, classes: int, shape: tuple[int, int, int], device: str) -> None:
+    def __init__(
+        self, spec: RunSpec, classes: int, shape: tuple[int, int, int], device: str, channels_last: bool = False
+    ) -> None:
         self.spec, self.device, self.team = spec, torch.device(device), Team(spec, device)
         torch.manual_seed(mix(spec.seed, "weights"))
         model = models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options)
         model = with_norm(model, spec)
         self.dtype = torch.float64 if spec.precision == "float64" else torch.float32
-        self.model = model.to(self.device, self.dtype).train()
+        self.layout = torch.channels_last if channels_last else torch.preserve_format
+        self.model = model.to(self.device, self.dtype, memory_format=self.layout).train()
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), spec.base_learning_rate, momentum=spec.momentum, weight_decay=spec.weight_decay
         )
@@ -68,7 +71,8 @@ class Training:
         return contextlib.nullcontext()
 
     def place(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return images.to(self.device, self.dtype, non_blocking=True), labels.to(self.device, non_blocking=True)
+        images = images.to(self.device, self.dtype, non_blocking=True, memory_format=self.layout)
+        return images, labels.to(self.device, non_blocking=True)
 
     def step(self, iteration: int, images: Tensor, labels: Tensor) -> bool:
         """One step of SGD. Whether the loss was finite; if not, the weights are left as they were."""

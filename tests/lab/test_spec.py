@@ -127,6 +127,7 @@ def test_how_a_run_is_computed_has_modest_defaults():
     assert dataclasses.asdict(Execution()) == {
         "threads": 0,
         "device": "auto",
+        "channels_last": False,
         "workers": 2,
         "checkpoint_seconds": 60.0,
         "keep_weights": False,

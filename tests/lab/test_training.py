@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import memnorm
 from memnorm.errors import OptionError
 from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import Execution
+from memnorm.lab.store import Store
 from memnorm.lab.train import evaluation_due, run
 from memnorm.lab.training import Training, choose_device, learning_rate, load_data, set_threads, sources
 
@@ -263,6 +265,28 @@ def test_a_device_that_is_not_there_is_refused():
         choose_device("toaster")
     assert choose_device("cpu") == "cpu"
     assert choose_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("arm", ARMS.values(), ids=ARMS.keys())
+def test_channels_last_computes_the_same_run(store, tmp_path, arm):
+    spec = tiny(iterations=5, precision="float64", recalibrate=16, **arm)
+    planes = run(spec, store, execution=PLAIN)
+    rows = run(spec, Store(tmp_path / "rows"), execution=replace(PLAIN, channels_last=True))
+    for name in ("train_loss", "test_loss", "test_loss_recalibrated"):
+        assert rows["final"][name] == pytest.approx(planes["final"][name], rel=1e-9)
+    assert (planes["environment"]["channels_last"], rows["environment"]["channels_last"]) == (False, True)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_channels_last_is_the_layout_of_weights_and_images(channels_last):
+    spec = tiny(model="resnet8", data_options={"channels": 3})
+    data = load_data(spec, None)
+    training = Training(spec, data.classes, data.shape, "cpu", channels_last)
+    images, _ = training.place(*next(data.train.batches(iter([(torch.arange(4), 0)]), workers=0)))
+    wide = [module.weight for module in training.model.modules() if isinstance(module, nn.Conv2d)]
+    for tensor in (images, *(one for one in wide if one.shape[-1] > 1)):
+        assert tensor.is_contiguous(memory_format=torch.channels_last) == channels_last
+        assert tensor.is_contiguous() != channels_last
 
 
 def test_threads_are_set_where_they_are_given():
