@@ -43,7 +43,7 @@ class Training:
         model = with_norm(model, spec)
         self.dtype = torch.float64 if spec.precision == "float64" else torch.float32
         self.layout = torch.channels_last if channels_last else torch.preserve_format
-        self.model = model.to(self.device, self.dtype, memory_format=self.layout).train()
+        self.model = model.to(self.device, self.dtype, memory_format=self.layout).train()  # type: ignore[call-overload]
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), spec.base_learning_rate, momentum=spec.momentum, weight_decay=spec.weight_decay
         )
