@@ -32,8 +32,13 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+SETTINGS = ("strength", "every", "fraction", "learning_rate", "holdout")  # that tell runs of a grid apart
+
+
 def title(spec: RunSpec) -> str:
-    return f"{spec.arm} {spec.model} {spec.data} batch {spec.batch_size} seed {spec.seed}"
+    changed = {**spec.norm_options, **{name: spec.identity[name] for name in SETTINGS if name in spec.identity}}
+    own = "".join(f" {name}={value}" for name, value in changed.items())
+    return f"{spec.arm}{own} {spec.model} {spec.data} batch {spec.batch_size} seed {spec.seed}"
 
 
 @contextlib.contextmanager

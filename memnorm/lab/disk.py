@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from memnorm.lab.errors import LabError
+from memnorm.lab.errors import DiskFull, LabError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -57,7 +57,7 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise LabError(
+            raise DiskFull(
                 f"the disk is full: {path} could not be written. Nothing saved before is lost: free some space and "
                 "give the same command again; it goes on from the last checkpoint."
             ) from error

@@ -29,6 +29,10 @@ class DataCorrupt(LabError):
     """A data file is there and is not what it should be."""
 
 
+class DiskFull(LabError):
+    """There is no room for a file; what was saved before is untouched."""
+
+
 class RunHeld(LabError):
     """Another process works on the run."""
 

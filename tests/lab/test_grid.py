@@ -3,13 +3,14 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
-from labkit import PLAIN, timeless, tiny, undisturbed
+from labkit import PLAIN, on_a_small_disk, timeless, tiny, undisturbed
 from nursery import GridEar, Nursery, eventually, session_of, shared_nursery
 
 from memnorm.lab import grid
-from memnorm.lab.errors import DataMissing, Interrupted
+from memnorm.lab.errors import DataMissing, Interrupted, UsageError
 from memnorm.lab.listen import Relay
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store
@@ -316,6 +317,45 @@ def test_missing_data_stop_the_grid(nursery, store, jobs):
     assert code == DataMissing.exit_code == 3
     assert "there is no folder nowhere" in heard[-1]
     assert begun(heard) == ([SLOW[0].name] if jobs else [])
+
+
+@jobs
+def test_a_full_disk_stops_the_grid(tmp_path, jobs):
+    script = """
+        import sys
+        from pathlib import Path
+        from labkit import PLAIN, tiny
+        from memnorm.lab import grid
+        from memnorm.lab.errors import DiskFull
+        from memnorm.lab.store import Store
+        from nursery import GridEar
+
+        if __name__ == "__main__":
+            with open(Path(sys.argv[1]) / "rest", "wb", buffering=0) as file:
+                try:
+                    while file.write(bytes(1024)):
+                        pass
+                except OSError:
+                    pass
+            try:
+                specs = [tiny(seed=seed) for seed in range(9)]
+                ear = GridEar({})
+                grid.run_all(specs, Store(Path(sys.argv[1])), execution=PLAIN, jobs=int(sys.argv[2]), listener=ear)
+            except DiskFull as error:
+                print(error)
+            print(sum(line.startswith("ended") for line in ear.heard), "ended")
+        """
+    *_said, last, count = on_a_small_disk(script, tmp_path / "disk", "64k", jobs).splitlines()
+    assert last.startswith("the disk is full: ")
+    assert count == "0 ended"
+
+
+@jobs
+def test_a_device_that_is_not_there_is_refused_once(store, jobs):
+    ear = GridEar({})
+    with pytest.raises(UsageError, match="device 'toaster' cannot be used here"):
+        grid.run_all(GOOD, store, execution=replace(PLAIN, device="toaster"), jobs=jobs, listener=ear)
+    assert ear.heard == []
 
 
 def test_an_interrupt_stops_the_grid_in_this_process_too(store):
