@@ -104,7 +104,7 @@ def test_every_comparison_is_in_the_summary_the_losses_and_the_diverged_as_well(
     assert "less error: ResNet-20 at batch size 8, 20,000 iterations (−2.98, n = 5)" in told
     assert "more error: ResNet-8 at batch size 8, 78,200 iterations (3.00, n = 3)" in told
     assert "one seed, no claim: ResNet-8 at batch size 2, 80,000 iterations (−2.00, n = 1)" in told
-    assert "diverged: ResNet-56 at batch size 8, 78,200 iterations (MBN-2 diverged in 1 of 1 seeds)" in told
+    assert "failed to train: ResNet-56 at batch size 8, 78,200 iterations (MBN-2 diverged in 1 of 1 seeds)" in told
     assert "not run yet: 3 of 7 comparisons" in told
 
 
@@ -281,12 +281,13 @@ def test_claims_are_sorted_by_how_they_stand(pages, tmp_path):
 def test_readme_waits_for_two_seeds_of_both_and_says_what_is_missing_or_diverged(short, tmp_path):
     record(tmp_path, FIRST, {"BN": [34.0, 34.4], "MBN-2": [31.0]})
     assert short.readme(found(tmp_path)) is None
-    record(tmp_path, FIRST, {"MBN-2": [31.0, 31.5], "MABN": [None, 35.0], "GROUP": [None]})
+    record(tmp_path, FIRST, {"MBN-2": [31.0, 31.5], "MABN": [None, 35.0], "BRN-2": [90.0, 36.0], "GROUP": [None]})
     text = short.readme(found(tmp_path))
     assert "| MBN-2 | 31.25 ± 0.35 (n = 2), 3 of 5 seeds not run yet |" in text
     assert "| MABN | 35.00 (n = 1), 1 of 3 seeds not run yet; diverged in 1 of 2 seeds |" in text
     assert "| GROUP | 2 of 3 seeds not run yet; diverged in 1 of 1 seeds | – |" in text
-    assert "So far: 7 of 24 runs." in text
+    assert "| BRN-2 | 63.00 ± 38.18 (n = 2), 1 of 3 seeds not run yet; did not train in 1 of 2 seeds |" in text
+    assert "So far: 9 of 24 runs." in text
     assert f"docs/figures/{FIRST}-seeds.svg" in text
     assert "| CIFAR-10, ResNet-20, batch size 8 |" in text
 

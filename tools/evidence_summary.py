@@ -22,7 +22,7 @@ from memnorm.lab.statistics import number
 
 FIRST, HEADLINE = "small-batch-resnet20", "headline-resnet56"
 LESS, MORE, EITHER = "less error", "more error", "may be chance"
-ONE_SEED, FAILED = "one seed, no claim", "diverged"
+ONE_SEED, FAILED = "one seed, no claim", "failed to train"
 
 
 def summary(found: Findings) -> str:
@@ -36,8 +36,8 @@ def summary(found: Findings) -> str:
         if gap is not None:
             kind = ONE_SEED if gap.p is None else EITHER if not significant(gap) else LESS if gap.mean < 0 else MORE
             told[kind].append(f"{ours.place} ({number(gap.mean)}, n = {gap.n})")
-        if ours.diverged or base.diverged:
-            told[FAILED].append(f"{ours.place} ({failures(ours, base)[2:]})")
+        if failed := failures(ours, base):
+            told[FAILED].append(f"{ours.place} ({failed[2:]})")
     parts = [f"{what}: {', '.join(places)}" for what, places in told.items() if places]
     parts += [f"not run yet: {missing} of {len(found.pairs(OURS, BASE))} comparisons"] if missing else []
     sure = "" if told[LESS] else f" A gain over {BASE} is so far the paper's claim, not our finding."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memnorm.lab.evidence import Study
-from memnorm.lab.evidence.findings import Findings, Found, apart, gap_text
+from memnorm.lab.evidence.findings import STUCK, Findings, Found, apart, gap_text
 from memnorm.lab.evidence.standing import standings, told
 from memnorm.lab.report.model import RECALIBRATED
 from memnorm.lab.statistics import number
@@ -33,13 +33,18 @@ def place(study: Study, batch_size: int) -> str:
 
 
 def failures(*arms: Found) -> str:
-    """Which arms diverged, to go behind something else."""
-    words = [f"{one.label} {failures_of(one)[2:]}" for one in arms if one.diverged]
+    """Which arms failed to train, to go behind something else."""
+    words = [f"{one.label} {told[2:]}" for one in arms if (told := failures_of(one))]
     return f"; {', '.join(words)}" if words else ""
 
 
 def failures_of(one: Found) -> str:
-    return f"; diverged in {len(one.diverged)} of {len(one.runs)} seeds" if one.diverged else ""
+    words = [
+        f"{what} in {len(runs)} of {len(one.runs)} seeds"
+        for what, runs in (("diverged", one.diverged), ("did not train", one.stuck))
+        if runs
+    ]
+    return f"; {', '.join(words)}" if words else ""
 
 
 def so_far(arms: Sequence[Found]) -> str:
@@ -60,7 +65,7 @@ def table(found: Findings, study: Study) -> str:
 
 def head(study: Study) -> list[str]:
     names = ["arm", *(["batch"] if len(study.batch_sizes) > 1 else []), "learning rate", "test error in %"]
-    names += [f"minus {study.baseline}'s", "recalibrated", "minus the same as it is", "diverged"]
+    names += [f"minus {study.baseline}'s", "recalibrated", "minus the same as it is", "failed"]
     return [*names, *(["paper"] if _beside(study) else [])]
 
 
@@ -81,7 +86,7 @@ def row(found: Findings, one: Found) -> list[str]:
         gap_text(gap) if gap else "–",
         again.text if again else "–",
         gap_text(change) if change else "–",
-        f"{len(one.diverged)} of {len(one.runs)}" if one.runs else "–",
+        f"{len(one.diverged) + len(one.stuck)} of {len(one.runs)}" if one.runs else "–",
         *([number(printed(one)) if one.arm.cell else "–"] if _beside(one.study) else []),
     ]
 
@@ -139,7 +144,8 @@ def origin(arms: Sequence[Found]) -> str:
     return (
         f"Commit {each('commit')}; {each('machine')}; {each('threads')} thread per run; torch {each('torch')}; {span}. "
         "Differences are paired by seed, over the seeds that both have, with a 95 % interval and a p-value that is not "
-        "corrected; in the sentence in bold it is, for all arms of the study (Holm)."
+        "corrected; in the sentence in bold it is, for all arms of the study (Holm). Failed: diverged, or did not "
+        f"train, an error of {STUCK:g} % and more, which counts in the mean."
     )
 
 

@@ -51,6 +51,13 @@ def test_an_arm_counts_what_diverged_and_what_is_missing(tmp_path):
     assert one.sample().text == "33.50 ± 0.71 (n = 2)"
 
 
+def test_a_run_at_chance_counts_in_the_mean_and_is_told(tmp_path):
+    record(tmp_path, FIRST, {"BN": [34.0, 90.0, None, 79.9]})
+    one = found(tmp_path).arm(FIRST, "BN")
+    assert [run.spec.seed for run in one.stuck] == [1]
+    assert one.errors() == {0: 34.0, 1: 90.0, 3: 79.9}
+
+
 def test_a_study_has_its_own_seeds_whatever_another_study_has_run(tmp_path):
     """The small study asks for two seeds of what the other one runs three times."""
     record(tmp_path, "cheaper-second-forward", {"MBN-2": [30.0, 31.0, 30.5], "BN": [29.0, 29.5, 29.2]})

@@ -62,6 +62,12 @@ def test_an_arm_that_diverged_now_and_then_is_not_recommended(tmp_path):
     assert chosen(tmp_path).startswith("stay with BN")
 
 
+def test_an_arm_that_did_not_train_now_and_then_is_not_recommended(tmp_path):
+    base = [95.0, 95.1, 95.2, 95.1, 95.0]
+    record(tmp_path, FIRST, {"BN": base, "MBN-2": [81.0, 79.1, 79.2, 79.1, 79.0]})
+    assert chosen(tmp_path).startswith("stay with BN")
+
+
 @pytest.mark.parametrize(
     ("errors", "wanted"),
     [

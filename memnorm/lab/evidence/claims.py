@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from memnorm.lab.bench.clock import geometric_mean
-from memnorm.lab.evidence.findings import Findings, Found, apart, evidence_text, over_common_seeds, significant
+from memnorm.lab.evidence.findings import STUCK, Findings, Found, apart, evidence_text, over_common_seeds, significant
 from memnorm.lab.report.model import measured
 from memnorm.lab.statistics import Difference, number
 from memnorm.lab.store import StoredRun
@@ -22,7 +22,6 @@ from memnorm.lab.tables import Claim
 Standing = Literal["held", "held in part", "not held", "undecided", "not tested"]
 LONG, TINY = "ablation-resnet8", "tiny-batch-resnet8"
 CLOSE = 0.5  # points: what we call close; the least gain that the paper claims over BN on CIFAR-10 is 0.48
-CHANCE = 80.0  # percent of ten classes: an error from here on is no convergence
 ABOUT = 0.1  # how far a measured share of time may be from the stated one
 
 
@@ -179,14 +178,14 @@ def training(study: str, label: str, *, fails: bool, sizes: Sequence[int], untri
             if found is None or not found.runs:
                 continue
             errors = list(found.errors().values())
-            failed = len(found.diverged) + sum(error >= CHANCE for error in errors)
+            failed = len(found.diverged) + len(found.stuck)
             as_claimed = failed if fails else len(found.runs) - failed
             standing: Standing = "not held" if as_claimed < len(found.runs) else "undecided"
             standing = "held" if as_claimed == len(found.runs) > 1 else standing
             told = ", ".join(f"{number(one)} %" for one in errors) or "no test error"
             diverged = f"{len(found.diverged)} of {len(found.runs)} diverged"
             parts.append(Part(standing, f"{label} ({found.place}): {told}, {diverged}"))
-        return together(f"failed is diverged, or {CHANCE:g} % test error and more", parts, untried)
+        return together(f"failed is diverged, or {STUCK:g} % test error and more", parts, untried)
 
     return judged
 

@@ -16,6 +16,8 @@ from memnorm.lab.spec import RunSpec
 from memnorm.lab.statistics import CONFIDENCE, Difference, Sample, difference, number, p_text
 from memnorm.lab.store import StoredRun
 
+STUCK = 80.0  # percent, of ten classes: an error from here on is no training
+
 
 @dataclass(frozen=True)
 class Found:
@@ -44,6 +46,11 @@ class Found:
     @property
     def diverged(self) -> list[StoredRun]:
         return [run for run in self.runs if run.status == "diverged"]
+
+    @property
+    def stuck(self) -> list[StoredRun]:
+        """Finished and little better than guessing; their errors are averaged with the others."""
+        return [run for run in self.runs if (error := final(run)) is not None and error >= STUCK]
 
     @property
     def missing(self) -> int:

@@ -79,7 +79,7 @@ def choice(arms: Sequence[Standing], base: Found) -> str:
         return f"no claim: {base.label} {'diverged' if base.runs else 'is not run yet'}"
     if all(one.p is None for one in arms):
         return f"no claim: too few seeds beside {base.label}"
-    better = [one for one in arms if one.better and not one.found.diverged]
+    better = [one for one in arms if one.better and not (one.found.diverged or one.found.stuck)]
     taken = min(better, key=lambda one: _mean(one.found)) if better else None
     words = f"take {taken.label}" if taken else f"stay with {base.label}: nothing was found to have less error"
     least = _mean(taken.found if taken else base)
