@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -279,3 +280,10 @@ def on_a_small_disk(script: str, folder: Path, size: str, *arguments: object) ->
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size={size}", "tmpfs", sys.argv[1]], check=True)
         """
     return said(python(textwrap.dedent(mount) + textwrap.dedent(script), folder, *arguments, prefix=prefix))
+
+
+def result_of(answer: tuple[int, str, str]) -> Any:
+    """What a command printed as JSON, if it ended well."""
+    code, out, err = answer
+    assert code == 0, err
+    return json.loads(out)

@@ -10,41 +10,16 @@ import time
 
 import pytest
 import yaml
+from labkit import result_of
 from reportkit import fabricate
-from support import processor_seconds
 
-from memnorm import norms
 from memnorm.kernels import cpu
-from memnorm.lab.cli import COMMANDS, main
+from memnorm.lab.cli import COMMANDS
 from memnorm.lab.cli import demo as demo_command
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.tables import TABLES
 
 QUICK = ["--data", "digits", "--model", "small", "--batch-size", "4", "--iterations", "6", "--evaluations", "2"]
 QUICK += ["--test-images", "50", "--threads", "1"]
-
-
-@pytest.fixture
-def call(tmp_path, monkeypatch, capsys):
-    """Run the command in an empty folder: exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MEMNORM_DATA", str(tmp_path / "data"))
-
-    def run(*words):
-        try:
-            code = main([str(word) for word in words])
-        except SystemExit as stop:
-            code = stop.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-def result_of(answer):
-    code, out, err = answer
-    assert code == 0, err
-    return json.loads(out)
 
 
 def test_help_without_a_command_names_every_command_and_begins_with_examples(call):
@@ -198,144 +173,6 @@ def test_a_user_s_own_model_trains(call, tmp_path):
     )
     result = result_of(call("train", *QUICK, "--model", "mine:net", "--norm", "mbn", "--json"))
     assert result["parameters"] == 4 * 9 + 4 + 8 + 144 * 10 + 10
-
-
-COMPARE = ["compare", "--batch-sizes", "2,4", "--epochs", "0.02", "--test-images", "50", "--threads", "1"]
-
-
-def test_compare_prints_a_table_and_a_verdict_and_writes_a_report(call, tmp_path):
-    code, out, _ = call(*COMPARE, "--norms", "bn,mbn", "--seeds", "2")
-    assert code == 0
-    for arm, size in (("BN", 2), ("BN", 4), ("MBN-2", 2), ("MBN-2", 4)):
-        assert re.search(rf"^{arm} +{size} .*\(n = 2\)", out, re.MULTILINE)
-    assert "batch size" in out.lower()
-    assert (tmp_path / "compare/report.html").exists()
-
-
-def test_compare_gives_every_batch_size_the_same_number_of_images(call, tmp_path):
-    rows = result_of(call(*COMPARE, "--norms", "bn", "--seeds", "1", "--json"))["rows"]
-    assert [row["batch_size"] for row in rows] == [2, 4]
-    specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/spec.yaml")]
-    assert {spec["batch_size"] * spec["iterations"] for spec in specs} == {28}
-    assert {spec["train_images"] for spec in specs} == {1296}  # no short last batch
-
-
-def test_compare_with_one_seed_claims_nothing(call):
-    answer = result_of(call(*COMPARE, "--norms", "bn,mbn", "--seeds", "1", "--json"))
-    assert answer["verdict"]["use"] == []
-    assert "no claim" in answer["verdict"]["headline"]
-
-
-def test_tuning_looks_at_held_out_training_images_only(call, tmp_path):
-    rows = result_of(call(*COMPARE, "--norms", "bn", "--seeds", "2", "--tune", "--rates", "0.1,1e-6", "--json"))["rows"]
-    assert all(row["tuned"] for row in rows)
-    specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/spec.yaml")]
-    tuning, counted = [s for s in specs if s["seed"] == 1000], [s for s in specs if s["seed"] != 1000]
-    assert len(tuning) == 4
-    assert all(spec["holdout"] == 129 for spec in tuning)
-    assert all(spec["holdout"] == 0 for spec in counted)
-    assert {spec["train_images"] for spec in specs} == {1297 - 129}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--norms", "bn,foo"], "there is no norm 'foo'"),
-        (["--jobs", "-1"], "--jobs must not be negative"),
-        (["--norms", ""], "--norms needs at least one"),
-        (["--norms", "group-2"], "Double-Forward needs"),
-        (["--batch-sizes", "2,x"], "--batch-sizes needs positive numbers"),
-        (["--batch-sizes", "0"], "--batch-sizes needs positive numbers"),
-        (["--seeds", "0"], "--seeds needs at least one"),
-        (["--tune", "--rates", "fast"], "--rates needs positive numbers"),
-    ],
-    ids=str,
-)
-def test_wrong_usage_of_compare_exits_with_2(call, words, message):
-    code, _, err = call(*COMPARE, *words)
-    assert code == 2
-    assert message in err
-
-
-def test_reproduce_list_shows_cells_with_the_paper_s_number_status_and_time(call):
-    code, out, _ = call("reproduce", "small-batch", "cifar10", "--scale", "smoke", "--list")
-    assert code == 0
-    assert re.search(r"small-batch +8/MBN +15\.37 +.*to do", out)
-    assert re.search(r"cifar10 +BRN/ResNet-20 +8\.18 +.*to do", out)
-    assert re.search(r"cifar10 +NormProp/ResNet-20 .*does not apply", out)
-
-
-def test_reproduce_dry_run_shows_the_queue_and_runs_nothing(call, tmp_path):
-    code, out, _ = call("reproduce", "memory-size", "--scale", "smoke", "--dry-run")
-    assert code == 0
-    assert "3 runs to do" in out
-    assert not (tmp_path / "runs").exists()
-
-
-def test_reproduce_runs_the_chosen_cells_skips_them_the_second_time_and_reports(call, tmp_path):
-    words = ["reproduce", "memory-size", "--scale", "smoke", "--only", "1*/*", "--threads", "1"]
-    code, _, err = call(*words)
-    assert code == 0
-    assert len(list(tmp_path.glob("runs/*/result.json"))) == 1
-    assert "begins" in err
-    assert "smoke" in (tmp_path / "report/report.html").read_text()
-    assert "begins" not in call(*words)[2]
-    listing = call("reproduce", "memory-size", "--scale", "smoke", "--list")[1]
-    assert re.search(r"10/ResNet-20 .*done", listing)
-    assert re.search(r"40/ResNet-20 .*to do", listing)
-
-
-def test_cells_whose_norm_is_not_registered_are_listed_as_such(call, monkeypatch):
-    monkeypatch.delitem(norms._REGISTRY, "brn", raising=False)
-    monkeypatch.setattr(norms, "BUILT_IN", tuple(name for name in norms.BUILT_IN if name != "brn"))
-    out = call("reproduce", "cifar10", "--scale", "smoke", "--only", "B*/ResNet-20", "--list")[1]
-    assert re.search(r"cifar10 +BRN/ResNet-20 +8\.18 .*'brn' is not registered", out)
-    assert re.search(r"cifar10 +BN/ResNet-20 +8\.41 .*to do", out)
-
-
-@pytest.mark.slow
-def test_every_cell_of_the_paper_runs_at_smoke_scale_within_90_seconds(call, tmp_path):
-    before = processor_seconds()
-    code, out, err = call("reproduce", "all", "--scale", "smoke", "--jobs", "2")
-    assert code == 0, err
-    assert processor_seconds() - before < 2 * 90  # in two processes
-    assert "to do" not in out
-    assert "FAILED" not in err
-    page = (tmp_path / "report/report.html").read_text()
-    done = len(list(tmp_path.glob("runs/*/result.json")))
-    assert done == 61
-    smoke = page[page.index("smoke scale") :]
-    for table in TABLES.values():
-        assert all(row in smoke and column in smoke for row in table.rows for column in table.columns)
-
-
-def test_smoke_numbers_never_stand_beside_printed_ones(call):
-    out = call("reproduce", "memory-size", "--scale", "smoke", "--only", "10/*", "--threads", "1")[1]
-    assert "7.87" not in out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["reproduce", "table9"], "no table or figure 'table9'"),
-        (["reproduce", "memory-size", "--only", "11/*"], "matches nothing"),
-        (["reproduce", "memory-size", "--scale", "huge"], "scale"),
-        (["reproduce", "memory-size", "--seeds", "0"], "--seeds"),
-        (["reproduce", "cifar10", "--only", "NormProp/ResNet-*", "--scale", "smoke"], "none of these cells can be run"),
-        (["reproduce"], "NAME"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_wrong_usage_of_reproduce_exits_with_2(call, words, message):
-    code, _, err = call(*words)
-    assert code == 2
-    assert message in err
-
-
-def test_reproduce_on_real_data_that_are_missing_exits_with_3(call):
-    code, _, err = call("reproduce", "memory-size", "--scale", "reduced")
-    assert code == 3
-    assert "memnorm data get cifar10" in err
 
 
 def test_report_of_an_empty_store_says_which_command_makes_runs(call):
