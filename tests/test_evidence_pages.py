@@ -235,6 +235,18 @@ def test_figures_are_learning_curves_seeds_and_error_against_batch_size(pages, t
     assert (seeds.count("<circle"), seeds.count(">diverged<")) == (10, 1)
 
 
+def test_a_seed_that_did_not_train_does_not_stretch_the_axis(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    figures = importlib.import_module("evidence_figures")
+    drawn = figures.seeds({"BN": [34.0, 35.0], "MABN": [36.0, 90.0]})
+    assert drawn.count("<circle") == 3
+    assert drawn.count("<rect") == 1
+    assert "did not train: 90.0 %" in drawn
+    assert ">100<" not in drawn
+    alone = figures.seeds({"MABN": [89.0, 90.0]})
+    assert (alone.count("<circle"), alone.count("did not train")) == (2, 0)
+
+
 def test_dots_of_seeds_lie_within_the_axis_which_begins_at_zero_unless_that_wastes_half(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     figures = importlib.import_module("evidence_figures")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from memnorm.lab.evidence import Study
-from memnorm.lab.evidence.findings import Findings, Found
+from memnorm.lab.evidence.findings import STUCK, Findings, Found
 from memnorm.lab.report import figures, plot
 from memnorm.lab.report.model import Family, Page
 from memnorm.lab.statistics import Sample
@@ -64,8 +64,11 @@ def _family(name: str, study: Study, arms: Sequence[Found], recalibrated: bool =
 
 
 def seeds(errors: Mapping[str, Sequence[float]]) -> str:
-    """One dot per seed, the mean as a bar; an arm without a seed diverged. Legible on light and dark pages."""
-    low, high, step = _axis([value for values in errors.values() for value in values])
+    """One dot per seed, the mean as a bar; an arm without a seed diverged. A seed that did not train is named, and its
+    arm has no bar: it would lie where no seed is. Legible on light and dark pages.
+    """
+    every = [value for values in errors.values() for value in values]
+    low, high, step = _axis([value for value in every if value < STUCK] or every)
     left, width, row = 30 + 8 * max(map(len, errors)), 600, 44
     height = row * len(errors) + 52
 
@@ -83,10 +86,15 @@ def seeds(errors: Mapping[str, Sequence[float]]) -> str:
         if not values:
             parts.append(f'<text x="{left}" y="{y + 4}">diverged</text>')
             continue
-        mean = Sample(list(values)).mean
         parts.append(f'<line class="axis" x1="{left}" x2="{width - 20}" y1="{y}" y2="{y}" stroke-width="0.5"/>')
-        parts += [f'<circle cx="{x(v):.1f}" cy="{y}" r="5" fill="#2a78d6" fill-opacity="0.55"/>' for v in values]
-        parts.append(f'<rect x="{x(mean) - 1.5:.1f}" y="{y - 13}" width="3" height="26" fill="#e07b39"/>')
+        inside = [value for value in values if value <= high]
+        parts += [f'<circle cx="{x(v):.1f}" cy="{y}" r="5" fill="#2a78d6" fill-opacity="0.55"/>' for v in inside]
+        if len(inside) == len(values):
+            mean = Sample(list(values)).mean
+            parts.append(f'<rect x="{x(mean) - 1.5:.1f}" y="{y - 13}" width="3" height="26" fill="#e07b39"/>')
+        else:
+            outside = ", ".join(f"{value:.1f} %" for value in values if value > high)
+            parts.append(f'<text x="{width - 20}" y="{y - 6}" text-anchor="end">did not train: {outside}</text>')
     base = 24 + row * len(errors) - 14
     for index in range(round((high - low) / step) + 1):
         tick = low + index * step
