@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from memnorm.errors import NothingToRecord, OptionError, check_module, is_whole, warn
-from memnorm.functional import Moments, batch_moments, merge
+from memnorm.functional import Moments, constant_moments, merge
 from memnorm.layers import MemorizedBatchNorm, Recording
 from memnorm.norms.base import RunningNorm
 from memnorm.replay import buffers_restored
@@ -174,7 +174,7 @@ def _watched(layers: Layers, collect: Callable[[str, Moments], None]) -> Iterato
         def watch(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else next(iter(kwargs.values()))
             wide = torch.float32 if x.device.type == "mps" else torch.float64
-            mean, var, weight = batch_moments(x.detach())
+            mean, var, weight = constant_moments(x)
             collect(name, Moments(mean.to(wide), var.to(wide), weight))
 
         return watch

@@ -20,7 +20,7 @@ from memnorm.dispatch import OnKernels
 from memnorm.errors import DTypeError, InputError, OptionError
 from memnorm.functional import (
     Moments,
-    batch_moments,
+    constant_moments,
     count_per_channel,
     normalize_with_memory,
     reads_at_once,
@@ -234,7 +234,7 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, self.eps, torch.backends.cudnn.enabled)
 
     def _recall(self, x: Tensor) -> Moments | None:
-        return self._kept_readings.recall(batch_moments(x.detach()))
+        return self._kept_readings.recall(constant_moments(x))
 
     @property
     def _kept_readings(self) -> Readings:

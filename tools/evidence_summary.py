@@ -83,7 +83,7 @@ def headline(found: Findings) -> str:
     told = []
     for one in found.arms(found.study(HEADLINE)):
         sample = one.sample()
-        ours = sample.text if sample else "diverged" if one.diverged else NOT_RUN
+        ours = f"{sample.text}{failures_of(one)}" if sample else "diverged" if one.diverged else NOT_RUN
         told.append(f"{one.label} {ours} here, {number(printed(one))} in the paper")
     words = f"The paper's headline, ResNet-56 at batch size 8 in full length, test error in %: {'; '.join(told)}."
     return " ".join([words, *agreement(found, found.study(HEADLINE))])

@@ -86,7 +86,7 @@ def row(found: Findings, one: Found) -> list[str]:
         gap_text(gap) if gap else "–",
         again.text if again else "–",
         gap_text(change) if change else "–",
-        f"{len(one.diverged) + len(one.stuck)} of {len(one.runs)}" if one.runs else "–",
+        f"{len(one.failed)} of {len(one.runs)}" if one.runs else "–",
         *([number(printed(one)) if one.arm.cell else "–"] if _beside(one.study) else []),
     ]
 
@@ -141,8 +141,11 @@ def origin(arms: Sequence[Found]) -> str:
 
     days = sorted({str(where["started"])[:10] for where in seen if where.get("started")})
     span = days[0] if len(set(days)) == 1 else f"{days[0]} to {days[-1]}" if days else "unknown"
+    layouts = {where.get("channels_last") is True for where in seen}
+    layout = {frozenset({True}): "channels last; ", frozenset({True, False}): "some with channels last; "}
     return (
-        f"Commit {each('commit')}; {each('machine')}; {each('threads')} thread per run; torch {each('torch')}; {span}. "
+        f"Commit {each('commit')}; {each('machine')}; {each('threads')} thread per run; "
+        f"{layout.get(frozenset(layouts), '')}torch {each('torch')}; {span}. "
         "Differences are paired by seed, over the seeds that both have, with a 95 % interval and a p-value that is not "
         "corrected; in the sentence in bold it is, for all arms of the study (Holm). Failed: diverged, or did not "
         f"train, an error of {STUCK:g} % and more, which counts in the mean."

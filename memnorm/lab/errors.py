@@ -25,6 +25,10 @@ class DataMissing(LabError):
     exit_code = DATA_MISSING
 
 
+class DeviceMissing(UsageError):
+    """The device asked for is not on this machine, or not to be had."""
+
+
 class DataCorrupt(LabError):
     """A data file is there and is not what it should be."""
 

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from memnorm.errors import MemnormError
-from memnorm.lab.errors import DataMissing, DiskFull, Interrupted, LabError, RunHeld, UsageError
+from memnorm.lab.errors import DataMissing, DeviceMissing, DiskFull, Interrupted, LabError, RunHeld, UsageError
 from memnorm.lab.listen import GridListener, Listener, Outcome, Relay, relay
 from memnorm.lab.signals import terminations_interrupt
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
 from memnorm.lab.train import run
-from memnorm.lab.training import choose_device
 
 Replan = Callable[[], Sequence[RunSpec]]
 
@@ -50,8 +49,6 @@ def run_all(
     """
     if jobs < 0:
         raise UsageError(f"--jobs must not be negative; got {jobs}")
-    if launcher != "ray":  # the machines of a cluster have devices of their own
-        choose_device(execution.device)
     listener = listener or GridListener()
     unique = list({spec.digest: spec for spec in specs}.values())
     work = Work(store.root, execution, data_root)
@@ -79,7 +76,7 @@ class Work:
 
     def do(self, spec: RunSpec, listener: Listener, wait: bool) -> Outcome:
         """Run one; what goes wrong with it is its outcome, but what would befall the next one as well (a wish to stop,
-        missing data, a full disk) concerns the grid.
+        missing data, no such device, a full disk) concerns the grid.
         """
         try:
             result = run(
@@ -91,7 +88,7 @@ class Work:
                 wait=wait,
             )
             return Outcome(spec, result["status"], result=result)
-        except (Interrupted, RunHeld, DataMissing, DiskFull):
+        except (Interrupted, RunHeld, DataMissing, DeviceMissing, DiskFull):
             raise
         except MemnormError as error:
             return Outcome(spec, "failed", str(error))

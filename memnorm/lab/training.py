@@ -23,7 +23,7 @@ from memnorm.lab import data as data_sets
 from memnorm.lab import models
 from memnorm.lab.data import EVALUATION_BATCH, Data, Source, sweep
 from memnorm.lab.data.seeds import mix
-from memnorm.lab.errors import UsageError
+from memnorm.lab.errors import DeviceMissing, UsageError
 from memnorm.lab.processes import Team
 from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec
 from memnorm.schedule import in_steps
@@ -43,7 +43,7 @@ class Training:
         model = with_norm(model, spec)
         self.dtype = torch.float64 if spec.precision == "float64" else torch.float32
         self.layout = torch.channels_last if channels_last else torch.preserve_format
-        self.model = model.to(self.device, self.dtype, memory_format=self.layout).train()  # type: ignore[call-overload]
+        self.model = arranged(model.to(self.device, self.dtype).train(), self.layout)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), spec.base_learning_rate, momentum=spec.momentum, weight_decay=spec.weight_decay
         )
@@ -177,6 +177,14 @@ def with_norm(model: nn.Module, spec: RunSpec) -> nn.Module:
     return memnorm.convert(model, spec.norm, **options)
 
 
+def arranged(model: nn.Module, layout: torch.memory_format) -> nn.Module:
+    """The same model, its weights of two-dimensional convolutions in this layout."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.to(memory_format=layout)
+    return model
+
+
 class Tally:
     """Sums of loss and errors over images."""
 
@@ -272,7 +280,7 @@ def choose_device(wanted: str) -> str:
     try:
         torch.empty(1, device=wanted)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device {wanted!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise DeviceMissing(f"device {wanted!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return wanted
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.errors import DTypeError, InputError, OptionError, is_number
-from memnorm.functional import Moments, batch_moments, count_per_channel, snapshot, statistics_dtype
+from memnorm.functional import Moments, constant_moments, count_per_channel, snapshot, statistics_dtype
 from memnorm.layers import Recording
 from memnorm.recompute import Readings, inside_backward
 
@@ -110,7 +110,7 @@ class RunningNorm(Recording, _BatchNorm):
         compiling = torch.compiler.is_compiling()
         replaying = not compiling and inside_backward()
         remembered = self.READS_STATISTICS and not compiling
-        state = self._kept_readings.recall(batch_moments(input.detach())) if replaying and remembered else None
+        state = self._kept_readings.recall(constant_moments(input)) if replaying and remembered else None
         if state is None:
             state = self._read()
         output, batch = self._normalize(input, state)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memnorm.errors import OptionError, is_number, is_whole
-from memnorm.functional import Moments, batch_moments
+from memnorm.functional import Moments, constant_moments
 from memnorm.norms.base import RunningNorm, blend
 
 # The published steps: batch norm until WARM_UP, r_max reached at R_FULL and d_max at D_FULL, of PUBLISHED in all.
@@ -63,7 +63,7 @@ class BatchRenorm(RunningNorm):
         return 1 + (self.r_max - 1) * r_part, self.d_max * d_part
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
-        batch = batch_moments(x.detach())
+        batch = constant_moments(x)
         r, d = self._correction(batch, state)
         if self.weight is not None:
             r, d = r * self.weight, d * self.weight

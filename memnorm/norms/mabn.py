@@ -32,7 +32,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 from memnorm.errors import OptionError, is_number
-from memnorm.functional import Moments, batch_moments, count_per_channel, snapshot
+from memnorm.functional import Moments, constant_moments, count_per_channel, snapshot
 from memnorm.norms.base import blend
 from memnorm.norms.window import WindowedNorm, check_whole, count_up, push
 
@@ -85,7 +85,7 @@ class MovingAverageBatchNorm(WindowedNorm):
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         self._require_writing_backward()
-        batch = batch_moments(x.detach())
+        batch = constant_moments(x)
         square = _square(batch)
         average, ratio, settled = self._averages(square, state)
         y: Tensor = _Normalize.apply(x, self.weight, self.bias, average, ratio, settled, self)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from memnorm.functional import Moments, batch_moments
+from memnorm.functional import Moments, constant_moments
 from memnorm.norms.base import RunningNorm
 
 
@@ -24,7 +24,7 @@ class MovingBatchNorm(RunningNorm):
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         y = F.batch_norm(x, state.mean, state.var, self.weight, self.bias, False, 0.0, self.eps)
-        return y, batch_moments(x.detach())
+        return y, constant_moments(x)
 
     def training_moments(self, batch: Moments) -> Moments:
         return Moments(self.running_mean.to(batch.mean), self.running_var.to(batch.var), batch.weight)

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from memnorm.errors import OptionError, is_number
-from memnorm.functional import Moments, batch_moments, count_per_channel, statistics_dtype
+from memnorm.functional import Moments, constant_moments, count_per_channel, statistics_dtype
 from memnorm.norms.window import WindowedNorm
 
 COMPENSATIONS = ("layer_scaling", "clamp", None)
@@ -91,7 +91,7 @@ class OnlineNorm(WindowedNorm):
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         if self.momentum is None:
             # Torch's tools collect statistics over batches that are each normalised on their own, and so do we.
-            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps), batch_moments(x.detach())
+            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps), constant_moments(x)
         self._require_writing_backward()
         var_NC, mean_NC = torch.var_mean(_wide(x.detach()), _positions(x), correction=0)
         before_mean, before_var, after = self._stream(mean_NC, var_NC, state)

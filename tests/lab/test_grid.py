@@ -356,6 +356,9 @@ def test_a_device_that_is_not_there_is_refused_once(store, jobs):
     with pytest.raises(UsageError, match="device 'toaster' cannot be used here"):
         grid.run_all(GOOD, store, execution=replace(PLAIN, device="toaster"), jobs=jobs, listener=ear)
     assert ear.heard == []
+    grid.run_all(GOOD, store, execution=PLAIN)
+    done = grid.run_all(GOOD, store, execution=replace(PLAIN, device="toaster"), jobs=jobs)
+    assert [outcome.status for outcome in done] == ["finished"] * 3  # what is done needs no device
 
 
 def test_an_interrupt_stops_the_grid_in_this_process_too(store):

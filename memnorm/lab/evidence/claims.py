@@ -178,7 +178,7 @@ def training(study: str, label: str, *, fails: bool, sizes: Sequence[int], untri
             if found is None or not found.runs:
                 continue
             errors = list(found.errors().values())
-            failed = len(found.diverged) + len(found.stuck)
+            failed = len(found.failed)
             as_claimed = failed if fails else len(found.runs) - failed
             standing: Standing = "not held" if as_claimed < len(found.runs) else "undecided"
             standing = "held" if as_claimed == len(found.runs) > 1 else standing

@@ -53,6 +53,10 @@ class Found:
         return [run for run in self.runs if (error := final(run)) is not None and error >= STUCK]
 
     @property
+    def failed(self) -> list[StoredRun]:
+        return [*self.diverged, *self.stuck]
+
+    @property
     def missing(self) -> int:
         return self.arm.seeds - len(self.runs)
 

@@ -79,18 +79,35 @@ def choice(arms: Sequence[Standing], base: Found) -> str:
         return f"no claim: {base.label} {'diverged' if base.runs else 'is not run yet'}"
     if all(one.p is None for one in arms):
         return f"no claim: too few seeds beside {base.label}"
-    better = [one for one in arms if one.better and not (one.found.diverged or one.found.stuck)]
-    taken = min(better, key=lambda one: _mean(one.found)) if better else None
-    words = f"take {taken.label}" if taken else f"stay with {base.label}: nothing was found to have less error"
+    better = [one for one in arms if one.better]
+    taken = min((one for one in better if not one.found.failed), key=lambda one: _mean(one.found), default=None)
+    words = [_advice(taken, base, bool(better))]
+    words += [f"{one.label} has less error ({one.points}) but failed in {_failed(one.found)}" for one in _shaky(better)]
     least = _mean(taken.found if taken else base)
     lower = [
         f"{one.label} ({number(_mean(one.found))}, n = {len(one.found.errors())})"
         for one in arms
-        if one is not taken and _finished(one) and _mean(one.found) < least
+        if one not in better and _finished(one) and _mean(one.found) < least
     ]
-    if not lower:
-        return words
-    return f"{words}. A mean below its {number(least)}, which may be chance: {', '.join(lower)}"
+    words += [f"A mean below its {number(least)}, which may be chance: {', '.join(lower)}"] if lower else []
+    return ". ".join(words)
+
+
+def _advice(taken: Standing | None, base: Found, better: bool) -> str:
+    if taken:
+        return f"take {taken.label}"
+    if base.failed:
+        return f"no advice: {base.label} failed in {_failed(base)}, and nothing that never did was found to be better"
+    which = " that trains in every seed" if better else ""
+    return f"stay with {base.label}: nothing{which} was found to have less error"
+
+
+def _shaky(better: Sequence[Standing]) -> list[Standing]:
+    return [one for one in better if one.found.failed]
+
+
+def _failed(found: Found) -> str:
+    return f"{len(found.failed)} of {len(found.runs)} seeds"
 
 
 def _finished(one: Standing) -> bool:

@@ -168,7 +168,7 @@ def _verdict(groups: Sequence[tuple[str, Group]]) -> Verdict | None:
 
 def _costs(groups: Sequence[tuple[str, Group]]) -> dict[str, dict[int, Cost]]:
     """Times of runs on one machine can be compared; other times cannot."""
-    names = ("machine", "device", "threads")
+    names = ("machine", "device", "threads", "channels_last")
     machines = {tuple(str(run.environment.get(name)) for name in names) for _, group in groups for run in group.runs}
     if len(machines) > 1:
         return {}

@@ -146,6 +146,7 @@ def place(environment: dict[str, Any]) -> str:
     threads = known.get("threads")
     words += [f"{threads} thread{'' if threads == '1' else 's'}"] if threads else []
     words += [f"on {known['device']}"] if "device" in known else []
+    words += ["channels last"] if environment.get("channels_last") is True else []
     words += [f"kernels: {known['kernels']}"] if "kernels" in known else []
     words += [known["machine"]] if "machine" in known else []
     return ", ".join(words) or "not recorded"

@@ -42,7 +42,18 @@ FAMILY_COLUMNS = (
     "runs",
 )
 RUN_MEASURES = ("train_loss", "train_error", "test_loss", "test_error", "test_error_top5")
-ENVIRONMENT = ("started", "memnorm", "commit", "torch", "python", "device", "threads", "kernels", "machine")
+ENVIRONMENT = (
+    "started",
+    "memnorm",
+    "commit",
+    "torch",
+    "python",
+    "device",
+    "threads",
+    "channels_last",
+    "kernels",
+    "machine",
+)
 
 
 def files(page: Page) -> Iterator[tuple[str, str]]:
