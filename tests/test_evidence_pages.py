@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from evidencekit import BENCH, BETTER, CHEAPER, EQUAL, FIRST, HEADLINE, LONG, TINY, WORSE, found, record, study
+from evidencekit import BENCH, BETTER, CHEAPER, EQUAL, FIRST, HEADLINE, LONG, TINY, WORSE, found, record, study, write
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -209,6 +209,17 @@ def test_chosen_rates_are_told_with_what_chose_them(pages, tmp_path):
     record(tmp_path, "small-batch-resnet20-tuned", {"GROUP": [30.0, 30.1, 30.2]})
     text = part(made(pages, tmp_path)["evidence.md"], study("small-batch-resnet20-tuned").title)
     assert "GROUP 0.1: 40.00 %, 0.03: 41.00 %, 0.01: 42.00 %" in text
+
+
+def test_a_rate_at_the_end_of_the_range_is_said_to_be_there(pages, tmp_path):
+    tuned = study("small-batch-resnet20-tuned")
+    for label, errors in {"BN": (50.0, 40.0, 45.0), "MBN-2": (50.0, 45.0, 40.0), "GROUP": (40.0, 45.0, 50.0)}.items():
+        (arm,) = [arm for arm in tuned.arms if arm.label == label]
+        for trial, error in zip(arm.trials(tuned.holdout), errors, strict=True):
+            write(tmp_path, trial, error)
+    text = part(made(pages, tmp_path)["evidence.md"], tuned.title)
+    assert "BN 0.1: 50.00 %, 0.03: 40.00 %, 0.01: 45.00 %" in text
+    assert text.endswith("a rate beyond it may be better still: MBN-2, GROUP.")
 
 
 def test_figures_are_learning_curves_seeds_and_error_against_batch_size(pages, tmp_path):

@@ -165,4 +165,12 @@ def choice_of_rates(found: Findings, study: Study) -> str:
             told.append(f"{trial.base_learning_rate:g}: {state}")
         if told:
             lines.append(f"{one.label} {', '.join(told)}")
-    return f"Held-out error by learning rate: {'; '.join(lines)}." if lines else ""
+    if not lines:
+        return ""
+    edge = [one.label for one in found.arms(study) if one.arm.rates and one.rate in _ends(one.arm.rates)]
+    beyond = f" Chosen at the end of the range, so that a rate beyond it may be better still: {', '.join(edge)}."
+    return f"Held-out error by learning rate: {'; '.join(lines)}.{beyond if edge else ''}"
+
+
+def _ends(rates: Sequence[float]) -> tuple[float, float]:
+    return min(rates), max(rates)
