@@ -315,6 +315,43 @@ def test_readme_waits_for_two_seeds_of_both_and_says_what_is_missing_or_diverged
     assert "| CIFAR-10, ResNet-20, batch size 8 |" in text
 
 
+def test_readme_has_each_norms_best_rate_beside_the_papers_once_both_have_two_seeds(short, tmp_path):
+    record(tmp_path, FIRST, {"BN": [34.0, 34.4], "MBN-2": [31.0, 31.5], "GROUP": [43.0, 43.5]})
+    chosen_at(tmp_path, 0.01, {"BN": [30.6], "MBN-2": [31.8, 31.9]})
+    assert "best rate" not in short.readme(found(tmp_path))
+    chosen_at(tmp_path, 0.01, {"BN": [30.6, 30.8]})
+    text = short.readme(found(tmp_path))
+    (line,) = [line for line in text.splitlines() if line.startswith("| MBN-2 |")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1] == "31.25 ± 0.35 (n = 2), 3 of 5 seeds not run yet"
+    assert cells[2].startswith("−2.95 (")
+    assert cells[3] == "31.85 ± 0.07 (n = 2), 3 of 5 seeds not run yet, at 0.01"
+    assert cells[4].startswith("1.15 (")
+    assert text.count("\n- ") == 2
+    assert "| GROUP | 43.25 ± 0.35 (n = 2), 1 of 3 seeds not run yet |" in text
+    (group,) = [line for line in text.splitlines() if line.startswith("| GROUP |")]
+    assert group.endswith("| not run yet | – |")
+
+
+def chosen_at(root, rate, errors):
+    """Runs of the tuned study, with trials that choose this rate."""
+    tuned = study("small-batch-resnet20-tuned")
+    for arm in tuned.arms:
+        if arm.label in errors:
+            for trial in arm.trials(tuned.holdout):
+                write(root, trial, 40.0 if trial.learning_rate == rate else 50.0)
+            for seed, error in enumerate(errors[arm.label]):
+                write(root, arm.run(seed, rate), error)
+
+
+def test_the_summary_says_on_how_many_kinds_of_machine_runs_were_made(short, tmp_path):
+    record(tmp_path, FIRST, {"BN": [34.0, 34.4], "MBN-2": [31.0, 31.5]})
+    assert short.summary(found(tmp_path)).endswith("trained on one machine.")
+    (env,) = tmp_path.glob("*-mbn-double-b8-s0-*/env.json")
+    env.write_text(env.read_text().replace("Some Processor", "Another Processor"))
+    assert short.summary(found(tmp_path)).endswith("trained on 2 kinds of machine.")
+
+
 def test_the_report_has_the_tables_of_the_studies_and_claims_no_times(pages, tmp_path):
     record(tmp_path, FIRST, BETTER, test_error_recalibrated=30.5)
     html = made(pages, tmp_path)["static/report.html"]

@@ -8,6 +8,7 @@ from evidence_tables import (
     NOT_RUN,
     OURS,
     agreement,
+    capital,
     error_cell,
     failures,
     failures_of,
@@ -17,10 +18,11 @@ from evidence_tables import (
     verdicts,
 )
 
+from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.findings import Findings, apart, gap_text, model_name, significant
 from memnorm.lab.statistics import number
 
-FIRST, HEADLINE = "small-batch-resnet20", "headline-resnet56"
+FIRST, TUNED, HEADLINE = "small-batch-resnet20", "small-batch-resnet20-tuned", "headline-resnet56"
 LESS, MORE, EITHER = "less error", "more error", "may be chance"
 ONE_SEED, FAILED = "one seed, no claim", "failed to train"
 
@@ -43,39 +45,65 @@ def summary(found: Findings) -> str:
     sure = "" if told[LESS] else f" A gain over {BASE} is so far the paper's claim, not our finding."
     return (
         f"{OURS} beside {BASE} in our own runs on CIFAR-10, error of {OURS} minus {BASE}'s in points: "
-        f"{'; '.join(parts)}.{sure} These are small networks on one machine."
+        f"{'; '.join(parts)}.{sure} These are small networks, trained {_where(found)}."
     )
 
 
+def _where(found: Findings) -> str:
+    """On how many machines, as far as their names tell."""
+    machines = len(found.machines())
+    return "on one machine" if machines < 2 else f"on {machines} kinds of machine"
+
+
 def readme(found: Findings) -> str | None:
-    """README's table and figure; None while BN and MBN-2 have not two seeds each."""
-    study = found.study(FIRST)
-    arms = [one for one in found.arms(study) if one.runs]
-    counts = {one.label: len(one.runs) for one in arms}
-    if min(counts.get(OURS, 0), counts.get(BASE, 0)) < 2:
+    """README's table and figure: the paper's learning rate, and beside it each norm's best. A study is shown as soon as
+    BN and MBN-2 have two seeds each; None while the first is not.
+    """
+    first, best = found.study(FIRST), found.study(TUNED)
+    if not _ready(found, first):
         return None
-    spec = study.arms[0].spec
-    base = next(one for one in arms if one.label == BASE)
-    rows = []
-    for one in arms:
-        gap = apart(one, base) if one is not base else None
-        rows.append(markdown_row([one.label, f"{error_cell(one)}{failures_of(one)}", gap_text(gap) if gap else "–"]))
-    where = f"CIFAR-10, {model_name(spec)}, batch size {spec.batch_size}"
+    spec = first.arms[0].spec
+    shown = {f"learning rate {spec.base_learning_rate:g}": first}
+    shown |= {"each norm's best rate": best} if _ready(found, best) else {}
+    header = [f"CIFAR-10, {model_name(spec)}, batch size {spec.batch_size}"]
+    for words in shown:
+        header += [f"{words}: test error in %, mean ± sd", f"minus {BASE}'s (95 % interval)"]
+    labels = [one.label for one in found.arms(first) if one.runs]
     return "\n".join(
         [
-            markdown_row([where, "test error in %, mean ± sd", "minus BN's (95 % interval)"]),
-            "|---|---|---|",
-            *rows,
+            markdown_row(header),
+            f"|{'---|' * len(header)}",
+            *(
+                markdown_row([label, *(cell for study in shown.values() for cell in _cells(found, study, label))])
+                for label in labels
+            ),
             "",
-            f"![Test error of each seed](docs/figures/{evidence_figures.of_seeds(study)})",
+            f"![Test error of each seed](docs/figures/{evidence_figures.of_seeds(first)})",
             "",
-            f"{verdicts(found, study)}{so_far(found.arms(study))} ({spec.iterations:,} iterations, the paper's "
-            f"learning rate {spec.base_learning_rate:g} for all; `make evidence-runs` repeats it; "
-            "[Evidence](docs/evidence.md) has the rest.)",
+            *(f"- {capital(words)}: {verdicts(found, one)}{so_far(found.arms(one))}" for words, one in shown.items()),
+            "",
+            f"{spec.iterations:,} iterations, a quarter of the paper's; differences over the seeds that both have; the "
+            "figure is at the paper's learning rate. `make evidence-runs` repeats it; [Evidence](docs/evidence.md) has "
+            "the rest.",
             "",
             headline(found),
         ]
     )
+
+
+def _ready(found: Findings, study: Study) -> bool:
+    counts = {one.label: len(one.runs) for one in found.arms(study)}
+    return min(counts[OURS], counts[BASE]) >= 2
+
+
+def _cells(found: Findings, study: Study, label: str) -> tuple[str, str]:
+    """The error of an arm, and how far it is from the baseline's."""
+    one, base = found.arm(study.name, label), found.arm(study.name, BASE)
+    assert one is not None
+    assert base is not None
+    gap = apart(one, base) if label != BASE else None
+    rate = f", at {one.rate:g}" if one.arm.rates and one.rate is not None and one.runs else ""
+    return f"{error_cell(one)}{rate}{failures_of(one)}", gap_text(gap) if gap else "–"
 
 
 def headline(found: Findings) -> str:

@@ -116,8 +116,13 @@ def verdicts(found: Findings, study: Study) -> str:
         arms = [one for one in standing if one.found.arm.spec.batch_size == size]
         where = f"Batch size {size}: " if len(study.batch_sizes) > 1 else ""
         words = where + told(arms, study.baseline)
-        texts.append(f"{words[:1].upper()}{words[1:]}.")
+        texts.append(f"{capital(words)}.")
     return " ".join(texts)
+
+
+def capital(words: str) -> str:
+    """The words as the beginning of a sentence; `str.capitalize` would take the capitals of names."""
+    return f"{words[:1].upper()}{words[1:]}"
 
 
 def agreement(found: Findings, study: Study) -> list[str]:

@@ -27,7 +27,13 @@ Later that day, when three seeds of every arm of the first study and a fourth of
 - Runs are computed with the channels last in memory, and the moments of BRN and MABN in fewer operations: the same
   numbers but for rounding, sooner. MBN-1 and MBN-2 of seed 3 of the first study changed over on their way. Where a run
   was computed how is in its `env.json`.
-- A run that ends at chance counts as failed beside its mean; before, only a diverged one did."""
+- A run that ends at chance counts as failed beside its mean; before, only a diverged one did.
+
+In the evening, when the first study was complete, and of the second all trials and seed 0 of BN, MBN-1 and MBN-2:
+
+- An arm that is apart from the baseline by itself, but not once corrected, is named with its p-value. The verdict is the
+  same.
+- From there on runs were made on another kind of machine; `env.json` names it."""
 
 
 def page(studies: Iterable[Study]) -> str:

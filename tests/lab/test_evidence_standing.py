@@ -45,6 +45,19 @@ def test_the_arms_are_told_by_how_they_stand(tmp_path):
     assert parts["not run yet"] == "MABN"
 
 
+def test_an_arm_apart_in_its_own_comparison_only_is_said_to_be(tmp_path):
+    record(tmp_path, FIRST, {"BN": [34.0, 34.4, 33.8], "BRN-2": [35.5, 36.6, 35.0], "GROUP": [34.2, 33.9, 34.1]})
+    alone, level = [one for one in arms_of(tmp_path) if one.gap]
+    assert alone.gap.p < 0.05 < alone.p
+    assert alone.apart_alone
+    assert not level.apart_alone
+    parts = dict(part.split(": ") for part in told(arms_of(tmp_path), "BN").split("; "))
+    assert parts["not told apart from BN"] == "GROUP"
+    assert parts["not told apart from BN once corrected for all comparisons"].startswith(
+        "BRN-2 (alone 1.63 points more,"
+    )
+
+
 def test_the_baseline_stays_unless_something_is_found_better(tmp_path):
     record(tmp_path, FIRST, WORSE)
     assert chosen(tmp_path) == "stay with BN: nothing was found to have less error"

@@ -120,6 +120,11 @@ class Findings:
             found |= {spec.digest: spec for spec in (*trials, *runs) if spec.digest in self._runs}
         return list(found.values())
 
+    def machines(self) -> set[str]:
+        """The kinds of machine that these runs were made on."""
+        sessions = [session for spec in self.specs() for session in self._runs[spec.digest].sessions]
+        return {session["machine"] for session in sessions if session.get("machine")}
+
 
 def model_name(spec: RunSpec) -> str:
     return spec.model.replace("resnet", "ResNet-")

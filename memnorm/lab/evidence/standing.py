@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memnorm.lab.evidence.findings import Findings, Found, apart
+from memnorm.lab.evidence.findings import Findings, Found, apart, significant
 from memnorm.lab.evidence.study import Study
 from memnorm.lab.statistics import CONFIDENCE, Difference, holm, number, p_text
 
@@ -29,6 +29,11 @@ class Standing:
     @property
     def told_apart(self) -> bool:
         return self.p is not None and self.p < 1 - CONFIDENCE
+
+    @property
+    def apart_alone(self) -> bool:
+        """Told apart if it were the only comparison."""
+        return not self.told_apart and self.gap is not None and significant(self.gap)
 
     @property
     def better(self) -> bool:
@@ -65,7 +70,8 @@ def told(arms: Sequence[Standing], baseline: str) -> str:
     parts = [
         (f"less error than {baseline}", [f"{one.label} ({one.points})" for one in arms if one.better]),
         (f"more error than {baseline}", [f"{one.label} ({one.points})" for one in arms if one.worse]),
-        (f"not told apart from {baseline}", [one.label for one in arms if one.p is not None and not one.told_apart]),
+        (f"not told apart from {baseline}", [one.label for one in arms if _level(one)]),
+        (f"not told apart from {baseline} once corrected for all comparisons", [_alone(one) for one in arms if one.apart_alone]),
         ("too few seeds to say", [one.label for one in arms if one.p is None and _finished(one)]),
         ("every run diverged", [one.label for one in arms if one.found.runs and not _finished(one)]),
         ("not run yet", [one.label for one in arms if not one.found.runs]),
@@ -108,6 +114,18 @@ def _shaky(better: Sequence[Standing]) -> list[Standing]:
 
 def _failed(found: Found) -> str:
     return f"{len(found.failed)} of {len(found.runs)} seeds"
+
+
+def _level(one: Standing) -> bool:
+    return one.p is not None and not one.told_apart and not one.apart_alone
+
+
+def _alone(one: Standing) -> str:
+    """GROUP (alone 9.15 points more, p = 0.011)."""
+    assert one.gap is not None
+    assert one.gap.p is not None
+    sign = "less" if one.gap.mean < 0 else "more"
+    return f"{one.label} (alone {number(abs(one.gap.mean))} points {sign}, {p_text(one.gap.p)})"
 
 
 def _finished(one: Standing) -> bool:
