@@ -302,7 +302,10 @@ def _serve(pipe: Connection, work: Work) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # between runs; `run` has its own handler
 
     def send(kind: str, *arguments: Any) -> None:
-        pipe.send((kind, arguments))
+        try:
+            pipe.send((kind, arguments))
+        except OSError:  # whoever listened was killed
+            signal.raise_signal(signal.SIGTERM)  # on which `run` saves
 
     while True:
         try:

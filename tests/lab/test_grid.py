@@ -288,14 +288,16 @@ def test_a_termination_of_the_parent_saves_every_run(nursery, store):
 
 
 @spawn
-def test_workers_of_a_parent_that_was_killed_end_by_themselves(nursery, store, spawn):
+def test_workers_of_a_parent_that_was_killed_save_and_end_by_themselves(nursery, store, spawn):
     slow = SLOWER if spawn else SLOW
-    leader = nursery.begin_all(slow, store.root, jobs=2, spawn=spawn, checkpoint_seconds=0)
+    leader = nursery.begin_all(slow, store.root, jobs=2, spawn=spawn)
     for spec in slow:
         assert nursery.hears(f"stepped {spec.name}")
     nursery.kill(signal.SIGKILL)
     assert nursery.ended()[0] == -signal.SIGKILL
     assert leaves_nothing(leader)
+    for spec in slow:
+        assert len(list(store.run(spec).path.glob("checkpoint-*.pt"))) == 1
     assert_goes_on(nursery, slow, store)
 
 
