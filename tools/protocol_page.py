@@ -31,8 +31,8 @@ Later that day, when three seeds of every arm of the first study and a fourth of
 
 In the evening, when the first study was complete, and of the second all trials and seed 0 of BN, MBN-1 and MBN-2:
 
-- An arm that is apart from the baseline by itself, but not once corrected, is named with its p-value. The verdict is the
-  same.
+- An arm that is apart from the baseline by itself, but not once corrected, is named with its p-value. The verdict is
+  the same.
 - From there on runs were made on another kind of machine; `env.json` names it."""
 
 

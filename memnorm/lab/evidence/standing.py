@@ -67,11 +67,12 @@ def standings(findings: Findings, study: Study) -> list[Standing]:
 
 def told(arms: Sequence[Standing], baseline: str) -> str:
     """The arms of one batch size in words, without the full stop."""
+    level = f"not told apart from {baseline}"
     parts = [
         (f"less error than {baseline}", [f"{one.label} ({one.points})" for one in arms if one.better]),
         (f"more error than {baseline}", [f"{one.label} ({one.points})" for one in arms if one.worse]),
-        (f"not told apart from {baseline}", [one.label for one in arms if _level(one)]),
-        (f"not told apart from {baseline} once corrected for all comparisons", [_alone(one) for one in arms if one.apart_alone]),
+        (level, [one.label for one in arms if _level(one)]),
+        (f"{level} once corrected for all comparisons", [_alone(one) for one in arms if one.apart_alone]),
         ("too few seeds to say", [one.label for one in arms if one.p is None and _finished(one)]),
         ("every run diverged", [one.label for one in arms if one.found.runs and not _finished(one)]),
         ("not run yet", [one.label for one in arms if not one.found.runs]),
