@@ -61,7 +61,7 @@ def test_without_a_record_everything_is_said_to_be_missing(pages, short, tmp_pat
         (
             BETTER,
             "MBN-2's error is 2.98 points below BN's (95 % interval 2.",
-            "no less error than MBN-2: BN.",
+            "mean not below MBN-2's: BN.",
             "take MBN-2.",
             "less error: ",
         ),
@@ -75,7 +75,7 @@ def test_without_a_record_everything_is_said_to_be_missing(pages, short, tmp_pat
         (
             EQUAL,
             "MBN-2's error is 0.02 points below BN's, which may be chance (95 % interval −0.",
-            "no less error than MBN-2: BN.",
+            "mean not below MBN-2's: BN.",
             "stay with BN: nothing was found to have less error. A mean below its 33.80, which may be chance: MBN-2",
             "may be chance: ",
         ),
@@ -101,8 +101,8 @@ def test_every_comparison_is_in_the_summary_the_losses_and_the_diverged_as_well(
     record(tmp_path, HEADLINE, {"BN": [19.0], "MBN-2": [None]})
     record(tmp_path, TINY, {"BN": [50.0], "MBN-2": [48.0]}, 2)
     told = short.summary(found(tmp_path))
-    assert "less error: ResNet-20 at batch size 8, 20,000 iterations (−2.98, n = 5)" in told
-    assert "more error: ResNet-8 at batch size 8, 78,200 iterations (3.00, n = 3)" in told
+    assert "less error: ResNet-20 at batch size 8, 20,000 iterations (−2.98, lower in 5 of 5 seeds)" in told
+    assert "more error: ResNet-8 at batch size 8, 78,200 iterations (3.00, higher in 3 of 3 seeds)" in told
     assert "one seed, no claim: ResNet-8 at batch size 2, 80,000 iterations (−2.00, n = 1)" in told
     assert "failed to train: ResNet-56 at batch size 8, 78,200 iterations (MBN-2 diverged in 1 of 1 seeds)" in told
     assert "not run yet: 3 of 7 comparisons" in told
@@ -177,7 +177,7 @@ def test_rivals_with_less_error_are_named_with_their_evidence(pages, tmp_path):
     line = part(made(pages, tmp_path)["evidence.md"], "When is something else better?").splitlines()[0]
     assert "GROUP's error is 3.00 points below MBN-2's (95 % interval" in line
     assert "MABN's error is 0.33 points below MBN-2's, which may be chance (" in line
-    assert line.endswith("no less error than MBN-2: BN, BRN-2.")
+    assert line.endswith("mean not below MBN-2's: BN, BRN-2.")
 
 
 def test_a_comparison_in_which_one_arm_diverged_has_been_run(pages, tmp_path):
@@ -295,10 +295,23 @@ def test_claims_are_sorted_by_how_they_stand(pages, tmp_path):
     order = ["Held", "Held in part", "Not held", "Undecided", "Not tested"]
     assert headings == sorted(headings, key=order.index)
     assert len(headings) > 2
-    held = text.split("## Held in part")[1].split("## ")[0]
-    (claim,) = [one for one in held.split("\n- ") if one.startswith("**MBN beats BN at every batch size")]
+    (claim,) = [one for one in text.split("\n- ") if one.startswith("**MBN beats BN at every batch size")]
+    assert claim in text.split("## Undecided")[1].split("\n## ")[0]
     assert "line 389" in claim
+    assert "Found (2 parts: 1 held, 1 not tested): MBN-2 − BN (ResNet-20" in claim
     assert "95 % interval" in claim
+    intervals = sum(line.count(" % interval ") for line in text.splitlines() if line.startswith("  Found"))
+    assert intervals > 2
+    assert f"of the {intervals} parts" in text.replace("\n", " ")
+
+
+def test_a_difference_that_is_certain_only_by_itself_may_be_chance(pages, short, tmp_path):
+    record(tmp_path, FIRST, {"BN": [34.0, 34.4, 33.8, 34.1, 34.2], "MBN-2": [33.0, 34.2, 32.6, 34.0, 33.3]})
+    assert "may be chance: ResNet-20 at batch size 8, 20,000 iterations (−0.68, lower in 5 of 5" in short.summary(
+        found(tmp_path)
+    )
+    helps = part(made(pages, tmp_path)["evidence.md"], "When does MBN help, and by how much?")
+    assert "0.68 points below BN's, which may be chance once all comparisons of the study are counted (95 %" in helps
 
 
 def test_readme_waits_for_two_seeds_of_both_and_says_what_is_missing_or_diverged(short, tmp_path):

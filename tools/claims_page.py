@@ -17,9 +17,14 @@ results in [Evidence](evidence.md). Lines are those of the paper's LaTeX source.
 A claim has parts: one for every comparison that we ran, one for whatever else it says. A part is *held* or *not held*
 if the 95 % interval of a paired difference lies on its side, or on the other; if the statement is exact and a test
 checks it; or by the bound that the test names. It is *undecided* if the interval includes zero or there is one seed
-only. A claim is held if all its parts are, *held in part* if some are; *not tested* is what has not been run, or is not
-planned. Differences are in points of error, first arm minus second; p-values are not corrected. Arms that the protocol
-gives one seed (single changes of MBN-2, BN-2) can only show a direction: claims on them stay undecided."""
+only. A claim is held if all its parts are, *held in part* if some are, and *not held* if none is and one is refuted; a
+claim about all its parts at once (*best*, *at every batch size*) is refuted by one of them and never held in part. That
+two arms are close is held or not by whether the interval lies within 0.5 points of zero, or wholly beyond; that
+something may fail is held as soon as a run does. *Not tested* is what has not been run, or is not planned.
+
+Differences are in points of error, first arm minus second. p-values are not corrected: of the {decided} parts below
+that an interval could decide, one in twenty would be decided by chance. Arms that the protocol gives one seed (single
+changes of MBN-2, BN-2) can only show a direction."""
 
 
 def page(material: Material) -> str:
@@ -30,7 +35,7 @@ def page(material: Material) -> str:
         [
             "# Claims",
             "",
-            INTRODUCTION,
+            INTRODUCTION.format(decided=sum(one.found.count(" % interval ") for _, one in judged)),
             "",
             f"{len(CLAIMS)} claims: {summary}.",
             "",
@@ -51,4 +56,6 @@ def entry(claim: Claim, one: Judgement) -> str:
     remark = f" *{claim.remark}*" if claim.remark else ""
     planned = "planned, see the [protocol](protocol.md)" if claim.name in JUDGES else f"would be: {claim.how}"
     parts = [f"- **{claim.statement}**{remark}", f"In the paper: {where}.", f"Our test: {one.test or planned}."]
-    return "\\\n  ".join([*parts, *([f"Found: {one.found}."] if one.found else [])])
+    return "\\\n  ".join(
+        [*parts, *([f"Found{f' ({one.tally})' if one.tally else ''}: {one.found}."] if one.found else [])]
+    )

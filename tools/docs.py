@@ -163,6 +163,7 @@ def digits_section(runs: list[StoredRun]) -> str:
     spec, where = runs[0].spec, runs[0].environment
     judged = verdict({arm: {spec.batch_size: by_seed} for arm, by_seed in by_arm.items()})
     rows = [f"| {arm} | {Sample(list(by_seed.values())).text} |" for arm, by_seed in by_arm.items()]
+    corrected = next(one for one in judged.details if one.startswith("p-values are corrected"))
     return "\n".join(
         [
             f"| digits, batch size {spec.batch_size} | test error in %, mean ± sd |",
@@ -171,9 +172,9 @@ def digits_section(runs: list[StoredRun]) -> str:
             "",
             "![Test error of each seed](docs/figures/digits.svg)",
             "",
-            f"{judged.headline} ({spec.iterations} steps, learning rate {spec.base_learning_rate:g}, no arm tuned; "
-            f"commit {where['commit']}, {where['started'][:10]}, torch {where['torch']}, {where['machine']}, "
-            f"{where['threads']} thread; `make demo` repeats it.)",
+            f"{judged.headline} {corrected} ({spec.iterations} steps, learning rate {spec.base_learning_rate:g}, no "
+            f"arm tuned; commit {where['commit']}, {where['started'][:10]}, torch {where['torch']}, "
+            f"{where['machine']}, {where['threads']} thread; `make demo` repeats it.)",
         ]
     )
 

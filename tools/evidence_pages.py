@@ -30,7 +30,7 @@ from memnorm.lab.bench.clock import geometric_mean
 from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.claims import Material
 from memnorm.lab.evidence.findings import Findings, apart, compared
-from memnorm.lab.evidence.standing import choice, standings
+from memnorm.lab.evidence.standing import choice, corrected_p, standings
 from memnorm.lab.report import figures, html
 from memnorm.lab.report.collect import collect
 from memnorm.lab.report.model import RECALIBRATED, Grid, Section
@@ -99,7 +99,8 @@ def helps(found: Findings) -> list[str]:
         if not (ours.runs and base.runs):
             missing.append(where)
             continue
-        told = f"{compared(OURS, BASE, gap) if gap else 'no claim'}{failures(ours, base)}"
+        told = compared(OURS, BASE, gap, corrected_p(found, ours, base)) if gap else "no claim"
+        told += failures(ours, base)
         again = apart(ours, base, RECALIBRATED)
         told += f". Both with recalibrated statistics: {compared(OURS, BASE, again)}" if again else ""
         lines.append(f"**{where}**: {told}.")
@@ -152,9 +153,13 @@ def rivals(found: Findings) -> list[str]:
             missing += [where] if not ours.runs or not base.runs else []
             lines += [f"**{where}**: no claim{failures(ours, base)}."] if ours.runs and base.runs else []
             continue
-        below = [compared(one.label, OURS, gap) for one, gap in gaps if gap.mean < 0]
+        below = [
+            compared(one.label, OURS, gap, corrected_p(found, one, ours) if one is base else None)
+            for one, gap in gaps
+            if gap.mean < 0
+        ]
         above = [one.label for one, gap in gaps if gap.mean >= 0]
-        told = [*below, *([f"no less error than {OURS}: {', '.join(above)}"] if above else [])]
+        told = [*below, *([f"mean not below {OURS}'s: {', '.join(above)}"] if above else [])]
         lines.append(f"**{where}**: {'; '.join(told)}.")
         again = apart(base, ours, RECALIBRATED, "test_error")
         if again is not None and again.p is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import evidence_figures
 from evidence_tables import (
     BASE,
@@ -19,10 +21,12 @@ from evidence_tables import (
 )
 
 from memnorm.lab.evidence import Study
-from memnorm.lab.evidence.findings import Findings, apart, gap_text, model_name, significant
-from memnorm.lab.statistics import number
+from memnorm.lab.evidence.findings import Findings, apart, gap_text, model_name, seeds_text
+from memnorm.lab.evidence.standing import corrected_p
+from memnorm.lab.statistics import CONFIDENCE, Difference, number
 
 FIRST, TUNED, HEADLINE = "small-batch-resnet20", "small-batch-resnet20-tuned", "headline-resnet56"
+IMAGES = 50_000  # of CIFAR-10's training set
 LESS, MORE, EITHER = "less error", "more error", "may be chance"
 ONE_SEED, FAILED = "one seed, no claim", "failed to train"
 
@@ -36,8 +40,9 @@ def summary(found: Findings) -> str:
         if not (ours.runs and base.runs):
             missing += 1
         if gap is not None:
-            kind = ONE_SEED if gap.p is None else EITHER if not significant(gap) else LESS if gap.mean < 0 else MORE
-            told[kind].append(f"{ours.place} ({number(gap.mean)}, n = {gap.n})")
+            told[_kind(gap, corrected_p(found, ours, base))].append(
+                f"{ours.place} ({number(gap.mean)}, {seeds_text(gap)})"
+            )
         if failed := failures(ours, base):
             told[FAILED].append(f"{ours.place} ({failed[2:]})")
     parts = [f"{what}: {', '.join(places)}" for what, places in told.items() if places]
@@ -49,6 +54,12 @@ def summary(found: Findings) -> str:
     )
 
 
+def _kind(gap: Difference, corrected: float | None) -> str:
+    if gap.p is None or corrected is None:
+        return ONE_SEED
+    return EITHER if corrected >= 1 - CONFIDENCE else LESS if gap.mean < 0 else MORE
+
+
 def _where(found: Findings) -> str:
     """On how many machines, as far as their names tell."""
     machines = len(found.machines())
@@ -56,39 +67,41 @@ def _where(found: Findings) -> str:
 
 
 def readme(found: Findings) -> str | None:
-    """README's table and figure: the paper's learning rate, and beside it each norm's best. A study is shown as soon as
-    BN and MBN-2 have two seeds each; None while the first is not.
+    """README's table and figure: the paper's learning rate, and beside it one that is chosen for each norm. A study is
+    shown as soon as BN and MBN-2 have two seeds each; None while the first is not.
     """
-    first, best = found.study(FIRST), found.study(TUNED)
+    first, tuned = found.study(FIRST), found.study(TUNED)
     if not _ready(found, first):
         return None
     spec = first.arms[0].spec
     shown = {f"learning rate {spec.base_learning_rate:g}": first}
-    shown |= {"each norm's best rate": best} if _ready(found, best) else {}
-    header = [f"CIFAR-10, {model_name(spec)}, batch size {spec.batch_size}"]
-    for words in shown:
-        header += [f"{words}: test error in %, mean ± sd", f"minus {BASE}'s (95 % interval)"]
-    labels = [one.label for one in found.arms(first) if one.runs]
+    if _ready(found, tuned):
+        shown[f"rate chosen of {', '.join(f'{rate:g}' for rate in tuned.arms[0].rates)}"] = tuned
     return "\n".join(
         [
-            markdown_row(header),
-            f"|{'---|' * len(header)}",
-            *(
-                markdown_row([label, *(cell for study in shown.values() for cell in _cells(found, study, label))])
-                for label in labels
-            ),
+            *_table(found, shown, f"CIFAR-10, {model_name(spec)}, batch size {spec.batch_size}"),
             "",
             f"![Test error of each seed](docs/figures/{evidence_figures.of_seeds(first)})",
             "",
             *(f"- {capital(words)}: {verdicts(found, one)}{so_far(found.arms(one))}" for words, one in shown.items()),
             "",
-            f"{spec.iterations:,} iterations, a quarter of the paper's; differences over the seeds that both have; the "
-            "figure is at the paper's learning rate. `make evidence-runs` repeats it; [Evidence](docs/evidence.md) has "
-            "the rest.",
+            f"{spec.iterations:,} iterations, a quarter of the paper's: {spec.iterations * spec.batch_size / IMAGES:g} "
+            "epochs, far from converged. Differences are over the seeds that both have; the figure is at the paper's "
+            "learning rate. `make evidence-runs` repeats it; [Evidence](docs/evidence.md) has the rest.",
             "",
             headline(found),
         ]
     )
+
+
+def _table(found: Findings, shown: Mapping[str, Study], where: str) -> list[str]:
+    """The arms of the first study, in every study that is shown."""
+    header = [where]
+    for words in shown:
+        header += [f"{words}: test error in %, mean ± sd", f"minus {BASE}'s (95 % interval)"]
+    labels = [one.label for one in found.arms(next(iter(shown.values()))) if one.runs]
+    rows = [[label, *(cell for study in shown.values() for cell in _cells(found, study, label))] for label in labels]
+    return [markdown_row(header), f"|{'---|' * len(header)}", *map(markdown_row, rows)]
 
 
 def _ready(found: Findings, study: Study) -> bool:

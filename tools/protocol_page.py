@@ -12,8 +12,10 @@ from memnorm.lab.spec import RunSpec
 
 PAPER = RunSpec()
 CHANGES = """\
-No run was changed, added or left out. How they are read was, on 2026-11-16, when the sixth study and seed 0 of five
-arms of the first were done:
+No run's specification was changed, none was added or left out. Runs that were interrupted went on with the code of the
+day; `env.json` has the commit of each session. The baseline of the sixth study became MBN-2 in place of BN when its
+first two runs had begun and none had ended. How runs are read was changed, on 2026-11-16, when the sixth study and seed
+0 of five arms of the first were done:
 
 - For some hours the seeds of one study counted in another that shares its runs. With them, MBN-2 was not told apart
   from BN in the fifth study at batch size 8 (n = 3); with the two seeds of its own it has more error. Each study has
@@ -33,7 +35,13 @@ In the evening, when the first study was complete, and of the second all trials 
 
 - An arm that is apart from the baseline by itself, but not once corrected, is named with its p-value. The verdict is
   the same.
-- From there on runs were made on another kind of machine; `env.json` names it."""
+- From there on runs were made on another kind of machine; `env.json` names it.
+- p-values are corrected for all comparisons that a study plans; before, for those that had been run, so that MBN-2 was
+  said to have more error in the fifth study at batch size 8 with nothing else run there.
+- The summary in words goes by corrected p-values; before, by those of one comparison.
+- Claims: that two arms are *close* is refuted by an interval wholly outside of 0.5 points; before, by one without zero.
+  The second drop is judged by MBN-2's beside BN's, not by each alone. A claim about all of several things is no longer
+  held in part, and that something *may* fail is held as soon as it does."""
 
 
 def page(studies: Iterable[Study]) -> str:
@@ -64,7 +72,8 @@ def shared() -> str:
             f"{', '.join(f'{one:g}' for one in PAPER.strength)}.",
             "- The result of a run is its *last* evaluation, never its best one.",
             "- A seed decides the initial weights, the order of the images and their augmentation, and does so in the "
-            "same way for every arm: at a given seed, arms differ in the norm alone. (MABN centres the weights that it "
+            "same way for every arm: at a given seed, arms differ in the norm alone, and in the learning rate where "
+            "one is chosen. (MABN centres the weights that it "
             "is given: that belongs to the norm.)",
             "- *Recalibrated*: after the last step the running statistics are measured afresh, on so many training "
             "images that are not augmented, and the test error is taken a second time. The images are the same for "

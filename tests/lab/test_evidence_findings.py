@@ -73,7 +73,7 @@ def test_a_pair_is_where_both_arms_are_planned_at_one_batch_size(tmp_path):
     places = [one.place for one, _ in found(tmp_path).pairs("MBN-2", "BN")]
     assert places == [
         "ResNet-20 at batch size 8, 20,000 iterations",
-        "ResNet-20 at batch size 8, 20,000 iterations, best learning rate",
+        "ResNet-20 at batch size 8, 20,000 iterations, chosen learning rate",
         "ResNet-56 at batch size 8, 78,200 iterations",
         "ResNet-8 at batch size 8, 78,200 iterations",
         "ResNet-8 at batch size 2, 80,000 iterations",

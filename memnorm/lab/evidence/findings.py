@@ -36,7 +36,7 @@ class Found:
     def place(self) -> str:
         """Where it was tried, in short: ResNet-20 at batch size 8, 20,000 iterations."""
         spec = self.arm.spec
-        rate = ", best learning rate" if self.arm.rates else ""
+        rate = ", chosen learning rate" if self.arm.rates else ""
         return f"{model_name(spec)} at batch size {spec.batch_size}, {spec.iterations:,} iterations{rate}"
 
     @property
@@ -165,8 +165,17 @@ def evidence_text(gap: Difference) -> str:
     return ", ".join([*words, f"n = {gap.n}"])
 
 
-def compared(first: str, second: str, gap: Difference | None) -> str:
-    """Two arms in a sentence without its full stop; `first` and `second` are their names."""
+def seeds_text(gap: Difference) -> str:
+    """In how many seeds the sign is that of the mean: lower in 4 of 5 seeds."""
+    if gap.lower is None or gap.higher is None or gap.n == 1:
+        return f"n = {gap.n}"
+    return f"lower in {gap.lower} of {gap.n} seeds" if gap.mean <= 0 else f"higher in {gap.higher} of {gap.n} seeds"
+
+
+def compared(first: str, second: str, gap: Difference | None, corrected: float | None = None) -> str:
+    """Two arms in a sentence without its full stop; `first` and `second` are their names. `corrected` is the p-value
+    that counts where this is one of several comparisons.
+    """
     if gap is None:
         return f"{first} and {second}: not run yet"
     below = gap.mean <= 0
@@ -174,6 +183,8 @@ def compared(first: str, second: str, gap: Difference | None) -> str:
     if gap.p is None:
         return f"one seed, no claim: {_of(first)} error is {points}"
     doubt = "" if significant(gap) else ", which may be chance"
+    if not doubt and corrected is not None and corrected >= 1 - CONFIDENCE:
+        doubt = ", which may be chance once all comparisons of the study are counted"
     return f"{_of(first)} error is {points}{doubt} ({evidence_text(gap.mirrored if below else gap)})"
 
 

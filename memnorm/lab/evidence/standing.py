@@ -1,7 +1,8 @@
 """How the arms of a study stand beside its baseline: who was found better, who worse, who may be either.
 
 Each arm is compared with the baseline at its batch size, and with nothing else; p-values are corrected for all these
-comparisons of the study together (Holm).
+comparisons of the study together (Holm), those that are not run yet included, so that what is said early need not be
+taken back.
 """
 
 from __future__ import annotations
@@ -58,11 +59,14 @@ def standings(findings: Findings, study: Study) -> list[Standing]:
         base = findings.arm(study.name, study.baseline, one.arm.spec.batch_size)
         if one.label != study.baseline and base is not None:
             found.append(Standing(one, apart(one, base)))
-    tested = [index for index, one in enumerate(found) if one.gap is not None and one.gap.p is not None]
-    corrected = holm([gap.p or 0.0 for index in tested if (gap := found[index].gap)])
-    for index, p in zip(tested, corrected, strict=True):
-        found[index] = replace(found[index], p=p)
-    return found
+    corrected = holm([1.0 if (p := _alone_p(one)) is None else p for one in found])
+    return [one if _alone_p(one) is None else replace(one, p=p) for one, p in zip(found, corrected, strict=True)]
+
+
+def corrected_p(findings: Findings, first: Found, second: Found) -> float | None:
+    """Of two arms of a study, one of them its baseline; None where seeds are too few to test."""
+    keys = (first.arm.key, second.arm.key)
+    return next((one.p for one in standings(findings, first.study) if one.found.arm.key in keys), None)
 
 
 def told(arms: Sequence[Standing], baseline: str) -> str:
@@ -122,11 +126,15 @@ def _level(one: Standing) -> bool:
 
 
 def _alone(one: Standing) -> str:
-    """GROUP (alone 9.15 points more, p = 0.011)."""
+    """GROUP (alone 9.15 points more, p = 0.011, n = 3)."""
     assert one.gap is not None
     assert one.gap.p is not None
     sign = "less" if one.gap.mean < 0 else "more"
-    return f"{one.label} (alone {number(abs(one.gap.mean))} points {sign}, {p_text(one.gap.p)})"
+    return f"{one.label} (alone {number(abs(one.gap.mean))} points {sign}, {p_text(one.gap.p)}, n = {one.gap.n})"
+
+
+def _alone_p(one: Standing) -> float | None:
+    return one.gap.p if one.gap is not None else None
 
 
 def _finished(one: Standing) -> bool:

@@ -84,14 +84,15 @@ STUDIES = (
         title="Batch size 8, ResNet-20, the paper's learning rate",
         question="Does MBN have less test error than BN and its rivals at batch size 8?",
         arms=small_batch_arms(SHORT),
-        notes="A quarter of the paper's iterations; everything else is its protocol, the learning rate 0.1 included.",
+        notes="A quarter of the paper's iterations; everything else is its protocol for small batches, the learning "
+        "rate 0.1 included, but its network there is ResNet-56. The memory size, which it does not state, is our 20.",
     ),
     Study(
         name="small-batch-resnet20-tuned",
-        title="Batch size 8, ResNet-20, each norm's best learning rate",
-        question="Does that remain so if every norm gets its own best learning rate?",
+        title="Batch size 8, ResNet-20, learning rate chosen for each norm",
+        question="Does that remain so if every norm gets a learning rate of its own?",
         arms=tuple(replace(one, rates=RATES) for one in small_batch_arms(SHORT)),
-        notes="An arm whose best rate is 0.1 shares the runs of the study above.",
+        notes="The best of three rates in one short run each. An arm that gets 0.1 shares the runs of the study above.",
     ),
     Study(
         name="headline-resnet56",
@@ -126,8 +127,8 @@ STUDIES = (
         question="What does it cost in accuracy to send only every fourth batch forward again, or a quarter of each?",
         arms=cheaper_arms(EQUAL_SAMPLES),
         baseline="MBN-2",
-        notes="The baseline is the full second forward; MBN-1 has none. Runs at batch size 8 are shared with the study "
-        "above.",
+        notes="The baseline is the full second forward; MBN-1 has none. With a quarter of each batch the memory also "
+        "weighs a quarter, as with λ/4: it counts values. Runs at batch size 8 are shared with the study above.",
     ),
 )
 

@@ -52,7 +52,7 @@ ON_METHOD: tuple[Claim, ...] = (
     ),
     Claim(
         name="moving-averages-alone",
-        statement="Training that normalises with moving averages alone does not converge.",
+        statement="Training that normalises with moving averages alone may fail to converge.",
         where="Introduction; Memorized Statistics",
         lines=(89, 139),
         how="train with a norm that uses the moving averages only, and see",
@@ -81,7 +81,7 @@ ON_METHOD: tuple[Claim, ...] = (
     ),
     Claim(
         name="correction-term",
-        statement="The correction term (μ_i − μ̂)² in the variance makes up for the shift between iterations.",
+        statement="The correction term (μ_i − μ̂)² in the variance alleviates the bias by the shift between iterations.",
         where="Memorized Statistics",
         lines=(164,),
         how="train MBN-2 with shift=False, which is Eq. 4, beside MBN-2",
