@@ -57,7 +57,8 @@ def recalibrate(
 
     `passes=1`: one pass with the norms in training mode (and nothing else: dropout stays off). Exact for the inputs
     each layer gets, but the inputs of deeper layers are normalised by single batches, so the result still depends on
-    the batch size.
+    the batch size. Norms that read their running statistics in training normalise by the batch alone here: by the old
+    statistics, each layer would get those of inputs that it will never see again.
 
     `passes="exact"`: passes in eval mode until nothing changes. Each pass settles at least one more layer, so there are
     at most as many as layers, plus one to see it. The result is what the network computes at inference, and does not
@@ -133,7 +134,11 @@ class Population(NamedTuple):
 def population(
     model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, *, training: bool
 ) -> Population:
-    """Run the batches with the norms in training or eval mode, and leave the model as it was."""
+    """Run the batches with the norms in training or eval mode, and leave the model as it was. In training mode, norms
+    that would read their running statistics do in eval what they do with those of the batch at hand.
+    """
+    readers = [layer for layer in layers.values() if training and isinstance(layer, RunningNorm)]
+    readers = [layer for layer in readers if layer.READS_STATISTICS]
     moments: dict[str, Moments] = {}
     calls, left_out = Counter[str](), Counter[str]()
 
@@ -149,7 +154,7 @@ def population(
             f"expected an iterable of batches, got {type(batches).__name__}: put a single batch in a list"
         )
     count = 0
-    with _norms_in(model, layers, training=training), _watched(layers, collect):
+    with _norms_in(model, layers, training=training), _by_the_batch(readers), _watched(layers, collect):
         for batch in batches:
             call(model, batch)
             count += 1
@@ -183,6 +188,28 @@ def _watched(layers: Layers, collect: Callable[[str, Moments], None]) -> Iterato
     try:
         yield
     finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _by_the_batch(layers: Iterable[RunningNorm]) -> Iterator[None]:
+    """These layers in eval mode, with the statistics of each batch when it comes; then their own again."""
+    layers = list(layers)
+
+    def take_over(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own = for_layer(layer, constant_moments(args[0] if args else next(iter(kwargs.values()))))
+        layer.running_mean.copy_(own.mean)
+        layer.running_var.copy_(own.var)
+
+    before = Statistics(layers)
+    handles = [layer.register_forward_pre_hook(take_over, with_kwargs=True) for layer in layers]
+    try:
+        for layer in layers:
+            layer.training = False
+        yield
+    finally:
+        before.restore()
         for handle in handles:
             handle.remove()
 
