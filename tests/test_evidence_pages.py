@@ -365,6 +365,16 @@ def test_the_summary_says_on_how_many_kinds_of_machine_runs_were_made(short, tmp
     assert short.summary(found(tmp_path)).endswith("trained on 2 kinds of machine.")
 
 
+def test_numbers_that_are_left_out_are_said_to_be(pages, tmp_path):
+    record(tmp_path, FIRST, {**BETTER, "BRN-2": [37.0, 38.0]}, test_error_recalibrated=41.0)
+    assert "are left out" not in made(pages, tmp_path)["evidence.md"]
+    (env,) = tmp_path.glob("*-brn-double-b8-s0-*/env.json")
+    env.write_text(env.read_text().replace("0123456789ab", "f988411c379c"))
+    text = part(made(pages, tmp_path)["evidence.md"], study(FIRST).title)
+    assert text.endswith("with a fault, since mended, are left out: BRN-2 (1 of 2 runs).")
+    assert row(text := f"## {study(FIRST).title}\n{text}", study(FIRST).title, "BRN-2")[4] == "41.00 (n = 1)"
+
+
 def test_the_report_has_the_tables_of_the_studies_and_claims_no_times(pages, tmp_path):
     record(tmp_path, FIRST, BETTER, test_error_recalibrated=30.5)
     html = made(pages, tmp_path)["static/report.html"]

@@ -17,6 +17,7 @@ from evidence_tables import (
     choice_of_rates,
     failures,
     head,
+    left_out,
     origin,
     pairs,
     place,
@@ -192,8 +193,7 @@ def section(found: Findings, study: Study, drawn: Collection[str]) -> list[str]:
     parts += [f"![{evidence_figures.title(name, study)}](figures/{name})" for name in names]
     if any(one.runs for one in arms):
         parts += [f"**{verdicts(found, study)}**{so_far(arms)}", origin(arms)]
-    trials = choice_of_rates(found, study)
-    return parts + ([trials] if trials else [])
+    return parts + [text for text in (left_out(arms), choice_of_rates(found, study)) if text]
 
 
 def report(found: Findings, root: Any) -> str | None:

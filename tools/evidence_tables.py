@@ -157,6 +157,14 @@ def origin(arms: Sequence[Found]) -> str:
     )
 
 
+def left_out(arms: Sequence[Found]) -> str:
+    """Which recalibrated numbers are not shown, and why."""
+    faulty = [f"{one.label} ({len(runs)} of {len(one.runs)} runs)" for one in arms if (runs := one.badly_recalibrated)]
+    if not faulty:
+        return ""
+    return f"Recalibrated statistics measured with a fault, since mended, are left out: {', '.join(faulty)}."
+
+
 def choice_of_rates(found: Findings, study: Study) -> str:
     lines = []
     for one in found.arms(study):

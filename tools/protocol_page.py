@@ -39,6 +39,9 @@ In the evening, when the first study was complete, and of the second all trials 
 - p-values are corrected for all comparisons that a study plans; before, for those that had been run, so that MBN-2 was
   said to have more error in the fifth study at batch size 8 with nothing else run there.
 - The summary in words goes by corrected p-values; before, by those of one comparison.
+- Recalibrating had a fault with norms that read their running statistics in training: deeper layers got the statistics
+  of inputs that the old ones had made. Of the runs of BRN and MABN until then that number is left out; they are not
+  repeated. Nothing else of them, and no run of another norm, is concerned.
 - Claims: that two arms are *close* is refuted by an interval wholly outside of 0.5 points; before, by one without zero.
   The second drop is judged by MBN-2's beside BN's, not by each alone. A claim about all of several things is no longer
   held in part, and that something *may* fail is held as soon as it does."""

@@ -34,6 +34,17 @@ def test_two_arms_are_compared_in_words(tmp_path, errors, wanted):
     assert re.fullmatch(wanted, told(tmp_path)), told(tmp_path)
 
 
+@pytest.mark.parametrize(("label", "shown"), [("BRN-2", [1]), ("MABN", [1]), ("MBN-2", [0, 1])])
+def test_what_was_recalibrated_with_a_fault_is_left_out_and_nothing_else(tmp_path, label, shown):
+    record(tmp_path, FIRST, {label: [37.0, 38.0]}, test_error_recalibrated=41.0)
+    (env,) = tmp_path.glob("*-s0-*/env.json")
+    env.write_text(env.read_text().replace("0123456789ab", "f988411c379c"))
+    one = found(tmp_path).arm(FIRST, label)
+    assert list(one.errors("test_error_recalibrated")) == shown
+    assert list(one.errors()) == [0, 1]
+    assert len(one.badly_recalibrated) == 2 - len(shown)
+
+
 def test_differences_are_paired_by_seed(tmp_path):
     record(tmp_path, FIRST, {"BN": [30.0, 40.0, 50.0], "MBN-2": [29.0, 39.1, 48.9]})
     findings = found(tmp_path)
