@@ -17,7 +17,7 @@ from memnorm.lab.statistics import CONFIDENCE, Difference, Sample, difference, n
 from memnorm.lab.store import StoredRun
 
 STUCK = 80.0  # percent, of ten classes: an error from here on is no training
-# Recalibrating gave deeper layers of norms that read their running statistics those of inputs that the old ones had made.
+# Recalibrating gave deeper layers of norms that read their running statistics those of inputs that the old ones made.
 # It was mended after these commits; that number of runs made by them is left out, and the rest of them is sound.
 READERS = ("brn", "mabn")
 FAULTY_RECALIBRATION = ("11e9744a6b8b", "f988411c379c", "444e1ac59278")
