@@ -135,15 +135,20 @@ def population(
     model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, *, training: bool
 ) -> Population:
     """Run the batches with the norms in training or eval mode, and leave the model as it was. In training mode, norms
-    that would read their running statistics do in eval what they do with those of the batch at hand.
+    that would read their running statistics normalise by those of the batch at hand.
     """
-    readers = [layer for layer in layers.values() if training and isinstance(layer, RunningNorm)]
-    readers = [layer for layer in readers if layer.READS_STATISTICS]
+    readers = {
+        name: layer
+        for name, layer in layers.items()
+        if training and isinstance(layer, RunningNorm) and layer.READS_STATISTICS
+    }
     moments: dict[str, Moments] = {}
     calls, left_out = Counter[str](), Counter[str]()
 
     def collect(name: str, seen: Moments) -> None:
         calls[name] += 1
+        if name in readers:
+            _put(readers[name], seen)
         if not (seen.mean.isfinite().all() and seen.var.isfinite().all()):
             left_out[name] += 1
         else:
@@ -154,7 +159,7 @@ def population(
             f"expected an iterable of batches, got {type(batches).__name__}: put a single batch in a list"
         )
     count = 0
-    with _norms_in(model, layers, training=training), _by_the_batch(readers), _watched(layers, collect):
+    with _norms_in(model, layers, training=training), _statistics_lent(readers.values()), _watched(layers, collect):
         for batch in batches:
             call(model, batch)
             count += 1
@@ -193,25 +198,16 @@ def _watched(layers: Layers, collect: Callable[[str, Moments], None]) -> Iterato
 
 
 @contextmanager
-def _by_the_batch(layers: Iterable[RunningNorm]) -> Iterator[None]:
-    """These layers in eval mode, with the statistics of each batch when it comes; then their own again."""
+def _statistics_lent(layers: Iterable[RunningNorm]) -> Iterator[None]:
+    """These layers in eval mode, their statistics for others to change; then their own again."""
     layers = list(layers)
-
-    def take_over(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        own = for_layer(layer, constant_moments(args[0] if args else next(iter(kwargs.values()))))
-        layer.running_mean.copy_(own.mean)
-        layer.running_var.copy_(own.var)
-
     before = Statistics(layers)
-    handles = [layer.register_forward_pre_hook(take_over, with_kwargs=True) for layer in layers]
     try:
         for layer in layers:
             layer.training = False
         yield
     finally:
         before.restore()
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -275,11 +271,16 @@ def for_layer(layer: Any, moments: Moments) -> Moments:
 def _write(layer: Any, moments: Moments, batches: int) -> None:
     if isinstance(layer, MemorizedBatchNorm):
         layer.reset_memory()
+    _put(layer, moments)
+    if not (isinstance(layer, RunningNorm) and layer.COUNTS_STEPS):
+        layer.num_batches_tracked.fill_(batches)
+
+
+def _put(layer: Any, moments: Moments) -> None:
+    """Make these the running statistics."""
     moments = for_layer(layer, moments)
     layer.running_mean.copy_(moments.mean)
     layer.running_var.copy_(moments.var)
-    if not (isinstance(layer, RunningNorm) and layer.COUNTS_STEPS):
-        layer.num_batches_tracked.fill_(batches)
 
 
 @contextmanager

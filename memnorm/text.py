@@ -1,4 +1,4 @@
-"""Plain text: tables, and what somebody may have meant."""
+"""Plain text: sentences, tables, and what somebody may have meant."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from collections.abc import Iterable, Sequence
 def suggestion(near: Sequence[str]) -> str:
     """A sentence to go between two others; nothing if nothing is near."""
     return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def capital(words: str) -> str:
+    """The beginning of a sentence; `str.capitalize` would take the capitals of names."""
+    return f"{words[:1].upper()}{words[1:]}"
 
 
 def table(rows: Iterable[Sequence[str]]) -> str:

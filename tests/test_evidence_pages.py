@@ -328,12 +328,13 @@ def test_readme_waits_for_two_seeds_of_both_and_says_what_is_missing_or_diverged
     assert "| CIFAR-10, ResNet-20, batch size 8 |" in text
 
 
-def test_readme_has_each_norms_best_rate_beside_the_papers_once_both_have_two_seeds(short, tmp_path):
+def test_readme_has_each_norms_chosen_rate_beside_the_papers_once_both_have_two_seeds(short, tmp_path):
     record(tmp_path, FIRST, {"BN": [34.0, 34.4], "MBN-2": [31.0, 31.5], "GROUP": [43.0, 43.5]})
     chosen_at(tmp_path, 0.01, {"BN": [30.6], "MBN-2": [31.8, 31.9]})
-    assert "best rate" not in short.readme(found(tmp_path))
+    assert "rate chosen of" not in short.readme(found(tmp_path))
     chosen_at(tmp_path, 0.01, {"BN": [30.6, 30.8]})
     text = short.readme(found(tmp_path))
+    assert "| rate chosen of 0.1, 0.03, 0.01: test error" in text
     (line,) = [line for line in text.splitlines() if line.startswith("| MBN-2 |")]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1] == "31.25 ± 0.35 (n = 2), 3 of 5 seeds not run yet"
@@ -370,9 +371,9 @@ def test_numbers_that_are_left_out_are_said_to_be(pages, tmp_path):
     assert "are left out" not in made(pages, tmp_path)["evidence.md"]
     (env,) = tmp_path.glob("*-brn-double-b8-s0-*/env.json")
     env.write_text(env.read_text().replace("0123456789ab", "f988411c379c"))
-    text = part(made(pages, tmp_path)["evidence.md"], study(FIRST).title)
-    assert text.endswith("with a fault, since mended, are left out: BRN-2 (1 of 2 runs).")
-    assert row(text := f"## {study(FIRST).title}\n{text}", study(FIRST).title, "BRN-2")[4] == "41.00 (n = 1)"
+    text, title = made(pages, tmp_path)["evidence.md"], study(FIRST).title
+    assert part(text, title).endswith("with a fault, since mended, are left out: BRN-2 (1 of 2 runs).")
+    assert row(text, title, "BRN-2")[4] == "41.00 (n = 1)"
 
 
 def test_the_report_has_the_tables_of_the_studies_and_claims_no_times(pages, tmp_path):

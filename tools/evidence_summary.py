@@ -10,7 +10,6 @@ from evidence_tables import (
     NOT_RUN,
     OURS,
     agreement,
-    capital,
     error_cell,
     failures,
     failures_of,
@@ -24,6 +23,7 @@ from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.findings import Findings, apart, gap_text, model_name, seeds_text
 from memnorm.lab.evidence.standing import corrected_p
 from memnorm.lab.statistics import CONFIDENCE, Difference, number
+from memnorm.text import capital
 
 FIRST, TUNED, HEADLINE = "small-batch-resnet20", "small-batch-resnet20-tuned", "headline-resnet56"
 IMAGES = 50_000  # of CIFAR-10's training set

@@ -9,6 +9,7 @@ from memnorm.lab.evidence.findings import STUCK, Findings, Found, apart, gap_tex
 from memnorm.lab.evidence.standing import standings, told
 from memnorm.lab.report.model import RECALIBRATED
 from memnorm.lab.statistics import number
+from memnorm.text import capital
 
 NOT_RUN = "not run yet"
 OURS, BASE = "MBN-2", "BN"
@@ -118,11 +119,6 @@ def verdicts(found: Findings, study: Study) -> str:
         words = where + told(arms, study.baseline)
         texts.append(f"{capital(words)}.")
     return " ".join(texts)
-
-
-def capital(words: str) -> str:
-    """The words as the beginning of a sentence; `str.capitalize` would take the capitals of names."""
-    return f"{words[:1].upper()}{words[1:]}"
 
 
 def agreement(found: Findings, study: Study) -> list[str]:

@@ -154,8 +154,8 @@ def test_mbn_must_drop_more_than_bn(tmp_path, after, wanted):
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     judged = claim("second-drop", tmp_path)
     assert judged.standing == wanted
-    assert f"{-after:.2f}".replace("-", "−")[:4] in judged.found or after == 0
-    assert "; −" in judged.found
+    contrast = re.search(r"; −(\S+) and −(\S+)\): (\S+) points", judged.found)
+    assert [float(one.replace("−", "-")) for one in contrast.groups()] == pytest.approx([2 + after, 2, -after])
 
 
 @pytest.mark.parametrize(("ratio", "wanted"), [(1.3, "held"), (1.45, "not held"), (1.15, "not held")])

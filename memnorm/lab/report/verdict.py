@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from memnorm.lab.statistics import CONFIDENCE, Difference, Sample, difference, holm, number, p_text
+from memnorm.text import capital
 
 MANY = 4  # arms; with more of them not every pair is told
 Results = Mapping[str, Mapping[int, Mapping[int, float | None]]]  # arm, batch size, seed: error in percent
@@ -258,7 +259,7 @@ def _assemble(overall: Scope, each: dict[int, Scope], bill: Bill, trouble: Seque
         across = f"averaged over batch sizes {_all_of(overall.sizes)}, " if each and overall.tested else ""
         told = () if overall.many else overall.use
         price = [f"{arm} takes {words}" for arm in told if (words := bill.words(arm))]
-        headline = f"{_capital(across + '; '.join([overall.sentence, *price]))}."
+        headline = f"{capital(across + '; '.join([overall.sentence, *price]))}."
     use = () if depends else overall.use
     untold = [arm for arm in overall.trained if overall.many or arm not in use]
     prices = [f"{arm} takes {words}." for arm in untold if (words := bill.words(arm))]
@@ -345,10 +346,6 @@ def _any_of(words: Iterable[object]) -> str:
 
 def _of(arm: str) -> str:
     return f"{arm}'s" if not arm.endswith("S") else f"{arm}'"
-
-
-def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
 
 
 def _rounded(value: float) -> str:
