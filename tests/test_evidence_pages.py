@@ -172,6 +172,26 @@ def test_a_sign_that_is_not_the_papers_is_said_to_be_the_opposite(pages, short, 
     assert "sign" not in short.headline(found(tmp_path / "half"))
 
 
+def test_what_comes_out_otherwise_than_in_the_paper_is_named_with_when_it_does(pages, tmp_path):
+    title = "Where does it come out otherwise than in the paper?"
+    assert part(made(pages, tmp_path)["evidence.md"], title) == "Not run yet."
+    record(tmp_path / "as printed", FIRST, BETTER)
+    told = part(made(pages, tmp_path / "as printed")["evidence.md"], title)
+    assert told == "Nowhere so far: MBN-2's mean error is not above BN's in any comparison."
+    record(tmp_path / "otherwise", FIRST, WORSE, train_error=35.0)
+    record(tmp_path / "otherwise", LONG, BETTER)
+    told = part(made(pages, tmp_path / "otherwise")["evidence.md"], title)
+    assert "by chance or not: ResNet-20 at batch size 8, 20,000 iterations (2.98 points)." in told
+    cells = [line.strip("| ").split(" | ") for line in told.splitlines() if line.startswith("| ResNet")]
+    assert [(one[0].partition(" at ")[0], one[1]) for one in cells] == [
+        (model, strength) for model in ("ResNet-20", "ResNet-8") for strength in ("0.1", "0.5", "0.9")
+    ]
+    assert cells[2][2] == "0.00 (p = 1.00)"
+    assert cells[2][4:] == ["−3.88", "−0.90"]
+    assert "More test error without more training error: ResNet-20 at batch size 8, 20,000 iterations. " in told
+    assert "ResNet-8" not in told.partition("More test error")[2]
+
+
 def test_rivals_with_less_error_are_named_with_their_evidence(pages, tmp_path):
     record(tmp_path, FIRST, {**BETTER, "GROUP": [28.0, 28.4, 27.8], "MABN": [31.5, 29.5, 31.2], "BRN-2": [32.0]})
     line = part(made(pages, tmp_path)["evidence.md"], "When is something else better?").splitlines()[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import claims_page
 import evidence_figures
+from evidence_reasons import reasons
 from evidence_summary import summary
 from evidence_tables import (
     BASE,
@@ -65,6 +66,8 @@ def page(found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collecti
                 bullets(rivals(found)),
                 "## Which norm should I use?",
                 bullets(choices(found)),
+                "## Where does it come out otherwise than in the paper?",
+                *reasons(found),
                 *(text for study in found.studies for text in section(found, study, drawn)),
                 "## Digits",
                 digits,
