@@ -22,6 +22,9 @@ bench: .venv/installed
 	$(BIN)/python tools/docs.py
 
 # The studies of docs/protocol.md: prints the queue with its hours here, then runs or resumes it. Interrupt it at will.
+# glibc keeps the memory that a step frees for the next step; by default it gives back much of it, and asks again.
+evidence-runs: export MALLOC_MMAP_THRESHOLD_ = 1073741824
+evidence-runs: export MALLOC_TRIM_THRESHOLD_ = 1073741824
 evidence-runs: .venv/installed
 	$(BIN)/memnorm evidence --jobs 2 --channels-last
 
