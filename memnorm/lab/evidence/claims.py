@@ -18,6 +18,7 @@ from memnorm.lab.report.model import measured
 from memnorm.lab.statistics import Difference, Sample, number
 from memnorm.lab.store import StoredRun
 from memnorm.lab.tables import Claim
+from memnorm.schedule import in_steps
 
 Standing = Literal["held", "held in part", "not held", "undecided", "not tested"]
 LONG, TINY = "ablation-resnet8", "tiny-batch-resnet8"
@@ -165,9 +166,9 @@ def _drops(found: Found) -> dict[int, float]:
 
 
 def _drop(run: StoredRun) -> float | None:
-    at = run.spec.milestones[-1] * run.spec.iterations
-    before = [line for line in run.metrics if line["iteration"] <= at + 0.5]
-    after = [line for line in run.metrics if line["iteration"] > at + 0.5]
+    at = in_steps(run.spec.milestones[-1], run.spec.iterations)
+    before = [line for line in run.metrics if line["iteration"] <= at]
+    after = [line for line in run.metrics if line["iteration"] > at]
     if not before or not after:
         return None
     high, low = measured(before[-1], "test_error"), measured(after[0], "test_error")

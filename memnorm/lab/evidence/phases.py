@@ -1,6 +1,6 @@
 """Two arms along the run: how far apart they are at the end of each part of it.
 
-A part goes from one milestone to the next, where the learning rate falls and MBN's strength λ grows.
+A part goes from one milestone to the next. The learning rate falls there, and MBN's strength λ grows.
 """
 
 from __future__ import annotations
@@ -8,52 +8,67 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from memnorm.lab.evidence.findings import Found, over_common_seeds
+from memnorm.lab.evidence.findings import Found
 from memnorm.lab.report.model import measured
-from memnorm.lab.statistics import Difference
-from memnorm.lab.store import StoredRun
+from memnorm.lab.statistics import Difference, difference
 from memnorm.schedule import in_steps
+
+Lines = dict[tuple[int, int], dict[str, Any]]  # of metrics, by seed and iteration
+
+
+class Errors(NamedTuple):
+    training: float
+    test: float
 
 
 class Phase(NamedTuple):
-    """The first arm minus the second at the last evaluation of a part of the run."""
+    """The first arm minus the second, over the seeds that both have, at the last evaluation of a part of the run."""
 
-    strength: float  # of the first arm
-    training: Difference
-    test: Difference
-    first_rise: Difference  # from the first arm's own training error to its test error
-    second_rise: Difference
+    iteration: int
+    strength: float | None  # of the first arm, if it has any
+    training: Difference  # of training errors
+    test: Difference  # of test errors
+    excess: Difference  # of how far the test error is above the arm's own training error
 
 
 def phases(first: Found, second: Found) -> list[Phase]:
-    """Those parts of the run of which both arms have an evaluation, over the seeds that both have."""
-    found = []
-    for index, strength in enumerate(first.arm.spec.strength):
-        ends = [_ends(one, index, metric) for one in (first, second) for metric in ("train_error", "test_error")]
-        common = set.intersection(*(set(one) for one in ends))
-        training, test, second_training, second_test = ({seed: one[seed] for seed in common} for one in ends)
-        pairs = ((training, second_training), (test, second_test), (test, training), (second_test, second_training))
-        gaps = [gap for one, other in pairs if (gap := over_common_seeds(one, other)) is not None]
-        if len(gaps) == len(pairs):
-            found.append(Phase(strength, *gaps))
-    return found
+    """Those parts that both arms have an evaluation of; none if their runs are not divided alike."""
+    spec, other = first.arm.spec, second.arm.spec
+    if (spec.iterations, spec.milestones) != (other.iterations, other.milestones):
+        return []
+    ends = [0, *(in_steps(one, spec.iterations) for one in spec.milestones), spec.iterations]
+    parts = [_phase(_last_lines(first, *part), _last_lines(second, *part)) for part in pairwise(ends)]
+    return [part for part in parts if part is not None]
 
 
-def _ends(found: Found, phase: int, metric: str) -> dict[int, float]:
-    """By seed, of the runs that finished."""
-    values = {
-        run.spec.seed: measured(lines[phase], metric)
-        for run in found.runs
-        if run.status == "finished" and (lines := last_evaluations(run))
-    }
-    return {seed: value for seed, value in values.items() if value is not None}
+def _last_lines(found: Found, begin: int, end: int) -> Lines:
+    """The last evaluation between two iterations of each run that finished."""
+    lines = {}
+    for run in found.runs:
+        inside = [line for line in run.metrics if begin < line["iteration"] <= end]
+        if inside and run.status == "finished":
+            lines[run.spec.seed, int(inside[-1]["iteration"])] = inside[-1]
+    return lines
 
 
-def last_evaluations(run: StoredRun) -> list[dict[str, Any]]:
-    """The last evaluation of each part of a run; none at all unless every part has one."""
-    ends = [in_steps(one, run.spec.iterations) for one in run.spec.milestones]
-    parts = [
-        [line for line in run.metrics if begin < line["iteration"] <= end]
-        for begin, end in pairwise([0, *ends, run.spec.iterations])
-    ]
-    return [part[-1] for part in parts] if all(parts) else []
+def _phase(first: Lines, second: Lines) -> Phase | None:
+    """Over evaluations that both have, at the same iteration."""
+    pairs = {}
+    for key in sorted(first.keys() & second.keys()):
+        one, other = _errors(first[key]), _errors(second[key])
+        if one is not None and other is not None:
+            pairs[key] = (one, other)
+    if not pairs:
+        return None
+    key = next(iter(pairs))
+    gaps = []
+    for of in (lambda one: one.training, lambda one: one.test, lambda one: one.test - one.training):
+        gap = difference(*({seed: of(pair[arm]) for (seed, _), pair in pairs.items()} for arm in (0, 1)))
+        assert gap is not None
+        gaps.append(gap)
+    return Phase(key[1], measured(first[key], "strength"), *gaps)
+
+
+def _errors(line: dict[str, Any]) -> Errors | None:
+    training, test = measured(line, "train_error"), measured(line, "test_error")
+    return None if training is None or test is None else Errors(training, test)
