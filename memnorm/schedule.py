@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from memnorm.errors import NothingToRecord, OptionError, check_module, is_number, is_whole
+from memnorm.errors import NothingToRecord, OptionError, check_module, is_whole
 from memnorm.layers import MemorizedBatchNorm
+from memnorm.milestones import in_steps
 from memnorm.modules import modules_of
 from memnorm.options import check_strength
 from memnorm.stripped import ADVICE, check_kept
@@ -95,15 +95,3 @@ class StrengthSchedule:
         self._names = list(layers)
         for layer in layers.values():
             layer.set_strength(self.get_last_strength())
-
-
-def in_steps(milestone: float, total_steps: int) -> int:
-    """The first step at or after the milestone."""
-    if is_whole(milestone) and milestone >= 0:
-        return int(milestone)
-    if is_number(milestone) and not is_whole(milestone) and 0 <= milestone <= 1:
-        return math.ceil(milestone * total_steps - 1e-9 * total_steps)
-    raise OptionError(
-        "StrengthSchedule: a milestone is a fraction of training in [0, 1] or a whole number of steps; "
-        f"got {milestone!r}"
-    )

@@ -18,7 +18,7 @@ from memnorm.lab.report.model import measured
 from memnorm.lab.statistics import Difference, Sample, number
 from memnorm.lab.store import StoredRun
 from memnorm.lab.tables import Claim
-from memnorm.schedule import in_steps
+from memnorm.milestones import in_steps
 
 Standing = Literal["held", "held in part", "not held", "undecided", "not tested"]
 LONG, TINY = "ablation-resnet8", "tiny-batch-resnet8"
