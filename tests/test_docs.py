@@ -133,6 +133,7 @@ def test_imports_go_one_way():
     order = [
         "errors",
         "text",
+        "milestones",
         "kernels",
         "kernels.cpu",
         "kernels.cuda",
