@@ -71,8 +71,8 @@ def _suspects(higher: Sequence[Comparison]) -> list[str]:
         f"**A fault of ours?** `{LITERAL}` trains a small network as the lab does, with {BASE} and with MBN, and the "
         "same network with the equations written out. In float64 weights, losses and errors agree through both changes "
         "of λ and of the learning rate; in float32, step by step, they agree but for rounding. Augmentation and "
-        "resuming have tests of their own. What remains is our reading of the paper where it is loose, the setting (the "
-        f"paper's own, {setting}, {own}), and where the interval includes zero, chance.",
+        "resuming have tests of their own. What remains is our reading of the paper where it is loose, the setting "
+        f"(the paper's own, {setting}, {own}), and where the interval includes zero, chance.",
         *([statistics] if again else []),
     ]
 
