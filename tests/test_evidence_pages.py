@@ -187,6 +187,8 @@ def test_what_comes_out_otherwise_than_in_the_paper_is_named_with_when_it_does(p
     assert "Here it is lower as well: ResNet-56 at batch size 8, 78,200 iterations (−4.00 points, n = 1). " in told
     assert "Here it is higher: ResNet-20 at batch size 8, 20,000 iterations (2.98 points, 95 % interval" in told
     assert "Not run yet: 5 of 7." in told
+    (test,) = re.findall(r"`(tests/\S+)`", told)
+    assert (ROOT / test).is_file()
     assert "the paper's own, ResNet-56, 78,200 iterations, learning rate 0.1, is not among them)" in told
     assert "With both recalibrated, MBN-2 minus BN is: ResNet-20 at batch size 8, 20,000 iterations: 0.00" in told
     cells = [line.strip("| ").split(" | ") for line in told.splitlines() if line.startswith("| ResNet-20")]

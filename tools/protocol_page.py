@@ -44,7 +44,12 @@ In the evening, when the first study was complete, and of the second all trials 
   repeated. Nothing else of them, and no run of another norm, is concerned.
 - Claims: that two arms are *close* is refuted by an interval wholly outside of 0.5 points; before, by one without zero.
   The second drop is judged by MBN-2's beside BN's, not by each alone. A claim about all of several things is no longer
-  held in part, and that something *may* fail is held as soon as it does."""
+  held in part, and that something *may* fail is held as soon as it does.
+
+On 2026-11-17, when of the second study 14 of 24 runs were done:
+
+- The section of the evidence on where it comes out otherwise than in the paper was added: errors along the run,
+  training error beside test error. It was made after seeing that signs differ, tests nothing, and decides no verdict."""
 
 
 def page(studies: Iterable[Study]) -> str:
