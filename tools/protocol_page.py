@@ -49,7 +49,7 @@ In the evening, when the first study was complete, and of the second all trials 
 On 2026-11-17, when of the second study 14 of 24 runs were done:
 
 - The section of the evidence on where it comes out otherwise than in the paper was added: errors along the run,
-  training error beside test error. It was made after seeing that signs differ, tests nothing, and decides no verdict."""
+  training error beside test error. It was made after signs were seen to differ, and decides no verdict."""
 
 
 def page(studies: Iterable[Study]) -> str:
