@@ -49,7 +49,12 @@ In the evening, when the first study was complete, and of the second all trials 
 On 2026-11-17, when of the second study 14 of 24 runs were done:
 
 - The section of the evidence on where it comes out otherwise than in the paper was added: errors along the run,
-  training error beside test error. It was made after signs were seen to differ, and decides no verdict."""
+  training error beside test error. It was made after signs were seen to differ, and decides no verdict.
+
+Later that day, when the first, second, fifth and sixth study were complete:
+
+- Where an arm with a lower mean than BN has two seeds or fewer, the advice says that they are too few; before, it was
+  to stay with BN. At batch size 2 MABN, lower in both seeds, is such an arm. No verdict changes."""
 
 
 def page(studies: Iterable[Study]) -> str:

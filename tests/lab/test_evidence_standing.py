@@ -64,7 +64,17 @@ def test_the_baseline_stays_unless_something_is_found_better(tmp_path):
     record(tmp_path, FIRST, WORSE)
     assert chosen(tmp_path) == "stay with BN: nothing was found to have less error"
     record(tmp_path, FIRST, {"GROUP": [25.0, 36.0, 30.0]})
-    assert chosen(tmp_path).endswith(". A mean below its 31.12, which may be chance: GROUP (30.33, n = 3)")
+    assert chosen(tmp_path).endswith(". A mean below its 31.12, which may be chance: GROUP (30.33, lower in 2 of 3 seeds)")
+
+
+def test_two_seeds_are_too_few_to_advise_against_an_arm_with_a_lower_mean(tmp_path):
+    record(tmp_path, TINY, {"BN": [40.0, 44.0], "MBN-2": [44.0, 42.0], "MABN": [36.0, 36.7]}, 2)
+    assert chosen(tmp_path, TINY, 2) == (
+        "no advice: too few seeds to tell MABN from BN. "
+        "A mean below its 42.00, which may be chance: MABN (36.35, lower in 2 of 2 seeds)"
+    )
+    record(tmp_path, TINY, {"BN": [40.0, 44.0], "MBN-2": [44.0, 42.0], "MABN": [46.0, 44.7]}, 4)
+    assert chosen(tmp_path, TINY, 4) == "stay with BN: nothing was found to have less error"
 
 
 def test_of_those_found_better_the_one_with_the_least_error_is_taken(tmp_path):

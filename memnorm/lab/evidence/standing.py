@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memnorm.lab.evidence.findings import Findings, Found, apart, significant
+from memnorm.lab.evidence.findings import Findings, Found, apart, seeds_text, significant
 from memnorm.lab.evidence.study import Study
 from memnorm.lab.statistics import CONFIDENCE, Difference, holm, number, p_text
+
+FEW = 2  # seeds: with so few the interval is that of one degree of freedom, and hardly anything is told apart
 
 
 @dataclass(frozen=True)
@@ -92,25 +94,30 @@ def choice(arms: Sequence[Standing], base: Found) -> str:
         return f"no claim: too few seeds beside {base.label}"
     better = [one for one in arms if one.better]
     taken = min((one for one in better if not one.found.failed), key=lambda one: _mean(one.found), default=None)
-    words = [_advice(taken, base, bool(better))]
-    words += [f"{one.label} has less error ({one.points}) but failed in {_failed(one.found)}" for one in _shaky(better)]
     least = _mean(taken.found if taken else base)
-    lower = [
-        f"{one.label} ({number(_mean(one.found))}, n = {len(one.found.errors())})"
-        for one in arms
-        if one not in better and _finished(one) and _mean(one.found) < least
-    ]
-    words += [f"A mean below its {number(least)}, which may be chance: {', '.join(lower)}"] if lower else []
+    lower = [one for one in arms if one not in better and _finished(one) and _mean(one.found) < least]
+    words = [_advice(taken, base, lower, bool(better))]
+    words += [f"{one.label} has less error ({one.points}) but failed in {_failed(one.found)}" for one in _shaky(better)]
+    words += [f"A mean below its {number(least)}, which may be chance: {', '.join(map(_lower, lower))}"] if lower else []
     return ". ".join(words)
 
 
-def _advice(taken: Standing | None, base: Found, better: bool) -> str:
+def _advice(taken: Standing | None, base: Found, lower: Sequence[Standing], better: bool) -> str:
     if taken:
         return f"take {taken.label}"
     if base.failed:
         return f"no advice: {base.label} failed in {_failed(base)}, and nothing that never did was found to be better"
+    if lower and not better and all(len(one.found.errors()) <= FEW for one in lower):
+        names = ", ".join(one.label for one in lower)
+        return f"no advice: too few seeds to tell {names} from {base.label}"
     which = " that trains in every seed" if better else ""
     return f"stay with {base.label}: nothing{which} was found to have less error"
+
+
+def _lower(one: Standing) -> str:
+    """MABN (36.36, lower in 2 of 2 seeds)."""
+    seeds = seeds_text(one.gap) if one.gap is not None else f"n = {len(one.found.errors())}"
+    return f"{one.label} ({number(_mean(one.found))}, {seeds})"
 
 
 def _shaky(better: Sequence[Standing]) -> list[Standing]:
