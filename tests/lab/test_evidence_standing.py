@@ -64,7 +64,7 @@ def test_the_baseline_stays_unless_something_is_found_better(tmp_path):
     record(tmp_path, FIRST, WORSE)
     assert chosen(tmp_path) == "stay with BN: nothing was found to have less error"
     record(tmp_path, FIRST, {"GROUP": [25.0, 36.0, 30.0]})
-    assert chosen(tmp_path).endswith(". A mean below its 31.12, which may be chance: GROUP (30.33, lower in 2 of 3 seeds)")
+    assert chosen(tmp_path).endswith(" below its 31.12, which may be chance: GROUP (30.33, lower in 2 of 3 seeds)")
 
 
 def test_two_seeds_are_too_few_to_advise_against_an_arm_with_a_lower_mean(tmp_path):

@@ -98,7 +98,8 @@ def choice(arms: Sequence[Standing], base: Found) -> str:
     lower = [one for one in arms if one not in better and _finished(one) and _mean(one.found) < least]
     words = [_advice(taken, base, lower, bool(better))]
     words += [f"{one.label} has less error ({one.points}) but failed in {_failed(one.found)}" for one in _shaky(better)]
-    words += [f"A mean below its {number(least)}, which may be chance: {', '.join(map(_lower, lower))}"] if lower else []
+    if lower:
+        words.append(f"A mean below its {number(least)}, which may be chance: {', '.join(map(_lower, lower))}")
     return ". ".join(words)
 
 
