@@ -77,6 +77,11 @@ def test_two_seeds_are_too_few_to_advise_against_an_arm_with_a_lower_mean(tmp_pa
     assert chosen(tmp_path, TINY, 4) == "stay with BN: nothing was found to have less error"
 
 
+def test_seeds_that_the_baseline_lacks_do_not_make_them_enough(tmp_path):
+    record(tmp_path, FIRST, {"BN": [40.0, 44.0], "MABN": [36.0, 36.7, 36.2]})
+    assert chosen(tmp_path).startswith("no advice: too few seeds to tell MABN from BN. ")
+
+
 def test_of_those_found_better_the_one_with_the_least_error_is_taken(tmp_path):
     record(tmp_path, FIRST, {**BETTER, "MBN-1": [30.0, 30.5, 29.7, 30.3, 30.1]})
     assert chosen(tmp_path) == "take MBN-1"

@@ -14,7 +14,7 @@ from memnorm.lab.evidence.findings import Findings, Found, apart, seeds_text, si
 from memnorm.lab.evidence.study import Study
 from memnorm.lab.statistics import CONFIDENCE, Difference, holm, number, p_text
 
-FEW = 2  # seeds: with so few the interval is that of one degree of freedom, and hardly anything is told apart
+FEW = 2  # seeds that both have: with one degree of freedom hardly anything is told apart
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _advice(taken: Standing | None, base: Found, lower: Sequence[Standing], bett
         return f"take {taken.label}"
     if base.failed:
         return f"no advice: {base.label} failed in {_failed(base)}, and nothing that never did was found to be better"
-    if lower and not better and all(len(one.found.errors()) <= FEW for one in lower):
+    if lower and not better and all(one.gap is None or one.gap.n <= FEW for one in lower):
         names = ", ".join(one.label for one in lower)
         return f"no advice: too few seeds to tell {names} from {base.label}"
     which = " that trains in every seed" if better else ""
