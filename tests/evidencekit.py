@@ -70,3 +70,9 @@ def write(root: Path, spec: Any, error: float | None, **last: Any) -> None:
 
 def found(root: Path) -> Findings:
     return Findings(STUDIES, Store(root).runs())
+
+
+def cells_of(text: str, label: str) -> list[str]:
+    """The cells of the only row that begins so."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {label} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]

@@ -96,7 +96,7 @@ def of_the_studies(found: Findings, digits: list[StoredRun], bench: dict) -> dic
     """What says how our own studies went."""
     summary, small = evidence_summary.summary(found), digits_section(digits)
     table = evidence_summary.readme(found) or f"{small} {evidence_summary.headline(found)}"
-    caveats = f"**Caveats.** {summary} Nothing has been run on a GPU."
+    caveats = f"**Caveats.** {summary}"
     pages = evidence_pages.render(found, bench, small.replace("(docs/", "("), ROOT / "results")
     made = {
         path: between(SUMMARY, END_OF_SUMMARY, summary, path.read_text())

@@ -8,6 +8,7 @@ from typing import Any
 
 import claims_page
 import evidence_figures
+from evidence_parts import parts
 from evidence_reasons import reasons
 from evidence_summary import summary
 from evidence_tables import (
@@ -68,6 +69,8 @@ def page(found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collecti
                 bullets(choices(found)),
                 "## Where does it come out otherwise than in the paper?",
                 *reasons(found),
+                "## Which part of the method does what?",
+                *parts(found),
                 *(text for study in found.studies for text in section(found, study, drawn)),
                 "## Digits",
                 digits,
@@ -75,8 +78,7 @@ def page(found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collecti
                 "- [Norms](norms/README.md): the cost of each, and their errors on digits, learning rate tuned\n"
                 "- [Records](records.md): single runs on real data, which support no comparison\n"
                 "- [Test record](test-record.md): the last run of all tests\n"
-                "- [The lab](lab.md): how to make such numbers yourself\n\n"
-                "Nothing has been run on a GPU.",
+                "- [The lab](lab.md): how to make such numbers yourself",
             ]
         )
         + "\n"

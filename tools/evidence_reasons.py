@@ -14,7 +14,6 @@ from memnorm.lab.report.model import RECALIBRATED
 from memnorm.lab.statistics import Difference, number
 
 LITERAL = "tests/lab/test_training_literally.py"
-ABLATION = "ablation-resnet8"
 HEAD = ("where", "iterations", "λ", "n", "training error", "test error", "test error − training error")
 
 
@@ -52,7 +51,6 @@ def reasons(found: Findings) -> list[str]:
         " ".join([f"The paper prints less error with {OURS} than with {BASE} wherever it has both.", *signs]),
         *(_suspects(higher) if higher else []),
         *(_table(run) if any(one.along for one in run) else []),
-        *(_unknown(found) if higher else []),
     ]
 
 
@@ -110,10 +108,3 @@ def _reading(run: Sequence[Comparison]) -> list[str]:
         "more of what evaluation will. So a lower training error is no sign of a lower test error; that is lower only "
         "where the gain in training is larger than this."
     ]
-
-
-def _unknown(found: Findings) -> list[str]:
-    study = found.study(ABLATION)
-    done = any(one.runs for one in found.arms(study))
-    state = "" if done else f" It is {NOT_RUN}."
-    return [f"Which part of the method is the reason, the study “{study.title}” asks, by single changes.{state}"]

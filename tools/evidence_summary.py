@@ -1,8 +1,10 @@
-"""Our evidence in short: README's table, and the paragraph for those who read no further."""
+"""Our evidence in short: README's table, and what those need who read no further."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import evidence_figures
 from evidence_tables import (
@@ -20,7 +22,7 @@ from evidence_tables import (
 )
 
 from memnorm.lab.evidence import Study
-from memnorm.lab.evidence.findings import Findings, apart, gap_text, model_name, seeds_text
+from memnorm.lab.evidence.findings import Findings, Found, apart, gap_text, interval_text, model_name, seeds_text
 from memnorm.lab.evidence.standing import corrected_p
 from memnorm.lab.statistics import CONFIDENCE, Difference, number
 from memnorm.text import capital
@@ -29,29 +31,46 @@ FIRST, TUNED, HEADLINE = "small-batch-resnet20", "small-batch-resnet20-tuned", "
 IMAGES = 50_000  # of CIFAR-10's training set
 LESS, MORE, EITHER = "less error", "more error", "may be chance"
 ONE_SEED, FAILED = "one seed, no claim", "failed to train"
+REST = {EITHER: EITHER, ONE_SEED: "have one seed", FAILED: FAILED, NOT_RUN: f"are {NOT_RUN}"}
+HEAD = (
+    "CIFAR-10",
+    f"{OURS} minus {BASE}, in points",
+    "95 % interval",
+    "seeds",
+    "counting all comparisons of its study",
+)
+
+
+class Line(NamedTuple):
+    """MBN-2 beside BN somewhere."""
+
+    kind: str
+    cells: Sequence[str]
 
 
 def summary(found: Findings) -> str:
     """Every comparison of MBN-2 with BN in short, for those who read no further."""
-    told: dict[str, list[str]] = {what: [] for what in (LESS, MORE, EITHER, ONE_SEED, FAILED)}
-    missing = 0
-    for ours, base in found.pairs(OURS, BASE):
-        gap = apart(ours, base)
-        if not (ours.runs and base.runs):
-            missing += 1
-        if gap is not None:
-            told[_kind(gap, corrected_p(found, ours, base))].append(
-                f"{ours.place} ({number(gap.mean)}, {seeds_text(gap)})"
-            )
-        if failed := failures(ours, base):
-            told[FAILED].append(f"{ours.place} ({failed[2:]})")
-    parts = [f"{what}: {', '.join(places)}" for what, places in told.items() if places]
-    parts += [f"not run yet: {missing} of {len(found.pairs(OURS, BASE))} comparisons"] if missing else []
-    sure = "" if told[LESS] else f" A gain over {BASE} is so far the paper's claim, not our finding."
-    return (
-        f"{OURS} beside {BASE} in our own runs on CIFAR-10, error of {OURS} minus {BASE}'s in points: "
-        f"{'; '.join(parts)}.{sure} These are small networks, trained {_where(found)}."
+    lines = [_line(found, ours, base) for ours, base in found.pairs(OURS, BASE)]
+    counts = Counter(line.kind for line in lines)
+    rest = ", ".join(f"{words} ({counts[kind]})" for kind, words in REST.items() if counts[kind])
+    told = (
+        f"In {len(lines)} comparisons of our own on CIFAR-10, {OURS} was found to have less error than {BASE} in "
+        f"{counts[LESS]} and more in {counts[MORE]}{'; the others ' if rest else ''}{rest}."
     )
+    sure = "" if counts[LESS] else f" A gain over {BASE} is so far the paper's claim, not our finding."
+    where = f" These are small networks, trained {_where(found)}, on no GPU."
+    rows = [markdown_row(cells) for cells in (HEAD, ["---"] * len(HEAD), *(line.cells for line in lines))]
+    return "\n".join([told + sure + where, "", *rows])
+
+
+def _line(found: Findings, ours: Found, base: Found) -> Line:
+    gap = apart(ours, base)
+    failed = failures(ours, base)
+    if gap is None:
+        kind = FAILED if ours.runs and base.runs else NOT_RUN
+        return Line(kind, [ours.place, "–", "–", "–", f"{kind}{failed}"])
+    kind = _kind(gap, corrected_p(found, ours, base))
+    return Line(kind, [ours.place, number(gap.mean), interval_text(gap) or "–", seeds_text(gap), f"{kind}{failed}"])
 
 
 def _kind(gap: Difference, corrected: float | None) -> str:

@@ -1,0 +1,72 @@
+"""Which part of the method does what: the differences that single changes make, at full length."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from evidence_tables import BASE, NOT_RUN, OURS, markdown_row
+
+from memnorm.lab.evidence.findings import Findings, Found, apart, gap_text
+from memnorm.lab.report.model import RECALIBRATED
+from memnorm.lab.statistics import number
+
+ABLATION = "ablation-resnet8"
+HEAD = ("what is added", "difference", "in points", "seeds")
+
+
+class Part(NamedTuple):
+    """One change: the arm that has it minus the arm that has not."""
+
+    name: str
+    changed: str
+    plain: str
+    recalibrated: bool = False  # the changed arm, evaluated with recalibrated statistics
+
+
+PARTS = (
+    Part("the memory", "MBN-1", BASE),
+    Part("the second forward, with the memory", OURS, "MBN-1"),
+    Part("the second forward, without the memory", "BN-2", BASE),
+    Part("the shift between the means (Eq. 4)", OURS, f"{OURS} shift=False"),
+    Part("a growing λ in place of 0.1", OURS, f"{OURS} λ=0.1"),
+    Part("a growing λ in place of 0.5", OURS, f"{OURS} λ=0.5"),
+    Part("a growing λ in place of 0.9", OURS, f"{OURS} λ=0.9"),
+    Part("recalibrated statistics, BN", BASE, BASE, recalibrated=True),
+    Part("recalibrated statistics, MBN-2", OURS, OURS, recalibrated=True),
+    Part("moving averages in place of the batch's own moments", "MOVING-BN", BASE),
+    Part("moments of each image in place of the batch's", "GROUP tuned", BASE),
+)
+
+
+def parts(found: Findings) -> list[str]:
+    """Paragraphs."""
+    study = found.study(ABLATION)
+    rows = [_row(found, part) for part in PARTS]
+    return [
+        f"Single changes, of the study “{study.title}”: the arm that has the part minus the arm that has not, so that "
+        "below zero the part lowers the error. Intervals and p-values are of one comparison each.",
+        "\n".join(markdown_row(cells) for cells in (HEAD, ["---"] * len(HEAD), *rows)),
+        *_yardstick(found.arms(study)),
+    ]
+
+
+def _row(found: Findings, part: Part) -> list[str]:
+    changed, plain = found.arm(ABLATION, part.changed), found.arm(ABLATION, part.plain)
+    assert changed is not None
+    assert plain is not None
+    gap = apart(changed, plain, RECALIBRATED if part.recalibrated else "test_error", "test_error")
+    again = "recalibrated " if part.recalibrated else ""
+    told = gap_text(gap) if gap else "–" if changed.runs and plain.runs else NOT_RUN
+    return [part.name, f"{again}{part.changed} − {part.plain}", told, str(gap.n) if gap else "–"]
+
+
+def _yardstick(arms: list[Found]) -> list[str]:
+    """What a difference in one seed has to be measured by."""
+    ranges = {one.label: max(errors) - min(errors) for one in arms if len(errors := one.errors().values()) > 1}
+    if not ranges:
+        return []
+    told = ", ".join(f"{label} {number(width)}" for label, width in ranges.items())
+    return [
+        f"Between its least and its greatest seed an arm's own error differs here by, in points: {told}. A difference "
+        "in one seed that is not far above that may be chance."
+    ]
