@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,8 +58,9 @@ def recalibrate(
 
     `passes=1`: one pass with the norms in training mode (and nothing else: dropout stays off). Exact for the inputs
     each layer gets, but the inputs of deeper layers are normalised by single batches, so the result still depends on
-    the batch size. Norms that read their running statistics in training normalise by the batch alone here: by the old
-    statistics, each layer would get those of inputs that it will never see again.
+    the batch size. Norms that read their statistics or their memory in training normalise by the batch alone here: by
+    the old ones, each layer would get those of inputs that it will never see again. (A memory is read for batches of
+    one value per channel, which have no variance of their own.)
 
     `passes="exact"`: passes in eval mode until nothing changes. Each pass settles at least one more layer, so there are
     at most as many as layers, plus one to see it. The result is what the network computes at inference, and does not
@@ -135,20 +137,15 @@ def population(
     model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, *, training: bool
 ) -> Population:
     """Run the batches with the norms in training or eval mode, and leave the model as it was. In training mode, norms
-    that would read their running statistics normalise by those of the batch at hand.
+    that would read their running statistics or their memory normalise by the batch at hand.
     """
-    readers = {
-        name: layer
-        for name, layer in layers.items()
-        if training and isinstance(layer, RunningNorm) and layer.READS_STATISTICS
-    }
     moments: dict[str, Moments] = {}
     calls, left_out = Counter[str](), Counter[str]()
 
     def collect(name: str, seen: Moments) -> None:
         calls[name] += 1
         if name in readers:
-            _put(readers[name], seen)
+            readers[name](seen)
         if not (seen.mean.isfinite().all() and seen.var.isfinite().all()):
             left_out[name] += 1
         else:
@@ -158,8 +155,8 @@ def population(
         raise OptionError(
             f"expected an iterable of batches, got {type(batches).__name__}: put a single batch in a list"
         )
-    count = 0
-    with _norms_in(model, layers, training=training), _statistics_lent(readers.values()), _watched(layers, collect):
+    count, reading = 0, _by_the_batch(layers if training else {})
+    with _norms_in(model, layers, training=training), reading as readers, _watched(layers, collect):
         for batch in batches:
             call(model, batch)
             count += 1
@@ -198,16 +195,27 @@ def _watched(layers: Layers, collect: Callable[[str, Moments], None]) -> Iterato
 
 
 @contextmanager
-def _statistics_lent(layers: Iterable[RunningNorm]) -> Iterator[None]:
-    """These layers in eval mode, their statistics for others to change; then their own again."""
-    layers = list(layers)
-    before = Statistics(layers)
+def _by_the_batch(layers: Layers) -> Iterator[dict[str, Callable[[Moments], None]]]:
+    """Those that would read older statistics, by name, each with what has it normalise by the moments at hand instead;
+    then their buffers as before.
+    """
+    running = {n: one for n, one in layers.items() if isinstance(one, RunningNorm) and one.READS_STATISTICS}
+    memorized = {n: one for n, one in layers.items() if isinstance(one, MemorizedBatchNorm)}
+    before = Statistics([*running.values(), *memorized.values()])
     try:
-        for layer in layers:
+        for layer in running.values():
             layer.training = False
-        yield
+        yield {
+            **{name: partial(_put, layer) for name, layer in running.items()},
+            **{name: partial(_without_memory, layer, float(layer.strength)) for name, layer in memorized.items()},
+        }
     finally:
         before.restore()
+
+
+def _without_memory(layer: MemorizedBatchNorm, strength: float, seen: Moments) -> None:
+    """One value has no variance: it needs the memory."""
+    layer.set_strength(0.0 if seen.weight > 1 else strength)
 
 
 @contextmanager

@@ -40,15 +40,31 @@ def test_one_pass_gives_the_first_layer_the_moments_of_all_data(norm):
 
 
 @each_norm
-def test_one_pass_gives_deeper_layers_the_moments_of_what_they_saw_in_training_mode(norm):
+def test_one_pass_gives_deeper_layers_the_moments_of_what_single_batches_make_of_them(norm):
     net = deep_net(norm)
     batches = DATA.split([3, 8, 2, 11, 5])
-    twin = copy.deepcopy(net)
-    for layer in batch_norms(twin).values():
-        layer.recording = False
+    twin = deep_net(NORMS["plain"])
     expected = {name: moments(x) for name, x in inputs_of_norms(twin, batches).items()}
     recalibrate(net, batches)
     torch.testing.assert_close(statistics(net), expected, rtol=0, atol=1e-10)
+
+
+def test_one_pass_reads_the_memory_for_single_values_only():
+    net = deep_net(memnorm.MemorizedBatchNorm1d)
+    batches = DATA.split([1, 8, 1, 19])
+    twin = copy.deepcopy(net)
+    for layer in batch_norms(twin).values():
+        layer.recording = False
+
+    def strength_for(layer, args):
+        layer.set_strength(0.5 if len(args[0]) == 1 else 0.0)
+
+    for layer in batch_norms(twin).values():
+        layer.register_forward_pre_hook(strength_for)
+    expected = {name: moments(x) for name, x in inputs_of_norms(twin, batches).items()}
+    recalibrate(net, batches)
+    torch.testing.assert_close(statistics(net), expected, rtol=0, atol=1e-10)
+    assert {float(layer.strength) for layer in batch_norms(net).values()} == {0.5}
 
 
 @each_norm
