@@ -1,6 +1,7 @@
 """The pages of our evidence from made-up records: every direction, any part missing, the same bytes each time."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_without_a_record_everything_is_said_to_be_missing(pages, short, tmp_pat
         (
             BETTER,
             "MBN-2's error is 2.98 points below BN's (95 % interval 2.",
-            "mean not below MBN-2's: BN.",
+            "not below MBN-2's over the seeds that both have: BN.",
             "take MBN-2.",
             "less error",
         ),
@@ -89,8 +90,9 @@ def test_without_a_record_everything_is_said_to_be_missing(pages, short, tmp_pat
         (
             EQUAL,
             "MBN-2's error is 0.02 points below BN's, which may be chance (95 % interval −0.",
-            "mean not below MBN-2's: BN.",
-            "stay with BN: nothing was found to have less error. A mean below its 33.80, which may be chance: MBN-2",
+            "not below MBN-2's over the seeds that both have: BN.",
+            "stay with BN: nothing was found to have less error. Lower than BN over the seeds that both have, which "
+            "may be chance: MBN-2 (by 0.02 points, lower in 3 of 5 seeds)",
             "may be chance",
         ),
     ],
@@ -112,17 +114,22 @@ def test_the_answers_follow_the_records(pages, short, tmp_path, errors, sentence
 def test_what_each_part_does_is_the_difference_of_a_single_change(pages, tmp_path):
     title = "Which part of the method does what?"
     told = part(made(pages, tmp_path)["evidence.md"], title)
-    assert told.count("| not run yet | – |") == 11
-    assert "least and its greatest seed" not in told
+    assert told.count("| not run yet | – |") == 10
+    assert "vary between seeds" not in told
     record(tmp_path, LONG, {"BN": [20.0, 21.0], "MBN-2": [19.0, 19.5]}, test_error_recalibrated=18.5)
-    record(tmp_path, LONG, {"MBN-1": [19.5, 20.0], "MBN-2 shift=False": [18.0], "BN-2": [None]})
+    record(tmp_path, LONG, {"MBN-1": [19.5, 20.2], "MBN-2 shift=False": [18.0], "BN-2": [None], "MOVING-BN": [90.0]})
     told = part(made(pages, tmp_path)["evidence.md"], title)
-    assert "| the shift between the means (Eq. 4) | MBN-2 − MBN-2 shift=False | 1.00 (one seed) | 1 |" in told
-    assert "| the memory | MBN-1 − BN | −0.75 (" in told
-    assert "| the second forward, with the memory | MBN-2 − MBN-1 | −0.50 (" in told
-    assert "| the second forward, without the memory | BN-2 − BN | – | – |" in told
+    assert (
+        "| the shift between the means (Eq. 6 in place of Eq. 4) | MBN-2 − MBN-2 shift=False | 1.00 (one seed) | 1 |"
+        in told
+    )
+    assert "| the memory | MBN-1 − BN | −0.65 (" in told
+    assert "| the second forward, with the memory | MBN-2 − MBN-1 | −0.60 (" in told
+    assert "| BN-2 − BN | –; BN-2 diverged in 1 of 1 seeds | – |" in told
+    assert "| MOVING-BN − BN | 70.00 (one seed); MOVING-BN did not train in 1 of 1 seeds | 1 |" in told
     assert "| recalibrated statistics, MBN-2 | recalibrated MBN-2 − MBN-2 | −0.75 (" in told
-    assert "differs here by, in points: BN 1.00, MBN-1 0.50, MBN-2 0.50. A difference" in told
+    spreads = "MBN-1 − BN 0.21 (n = 2), MBN-2 − MBN-1 0.14 (n = 2). A difference in one seed that is below twice"
+    assert f"their standard deviations here, in points: {spreads}" in told
 
 
 def test_a_study_whose_baseline_is_not_bn_recommends_nothing(pages, tmp_path):
@@ -207,7 +214,7 @@ def test_what_comes_out_otherwise_than_in_the_paper_is_named_with_when_it_does(p
     (test,) = re.findall(r"`(tests/\S+)`", told)
     assert (ROOT / test).is_file()
     assert "the paper's own, ResNet-56, 78,200 iterations, learning rate 0.1, is not among them)" in told
-    assert "With both recalibrated, MBN-2 minus BN is: ResNet-20 at batch size 8, 20,000 iterations: 0.00" in told
+    assert "takes MBN-2 minus BN: ResNet-20 at batch size 8, 20,000 iterations: from 2.98 to 0.00 points (" in told
     cells = [line.strip("| ").split(" | ") for line in told.splitlines() if line.startswith("| ResNet-20")]
     assert [one[1:4] for one in cells] == [["8,000", "0.1", "5"], ["12,000", "0.5", "5"], ["20,000", "0.9", "5"]]
     assert cells[2][4:6] == ["0.00 (p = 1.00)", row_of_gap(told)]
@@ -234,9 +241,9 @@ def test_a_gap_between_training_and_test_is_read_only_where_it_is_everywhere(pag
 def test_rivals_with_less_error_are_named_with_their_evidence(pages, tmp_path):
     record(tmp_path, FIRST, {**BETTER, "GROUP": [28.0, 28.4, 27.8], "MABN": [31.5, 29.5, 31.2], "BRN-2": [32.0]})
     line = part(made(pages, tmp_path)["evidence.md"], "When is something else better?").splitlines()[0]
-    assert "GROUP's error is 3.00 points below MBN-2's (95 % interval" in line
+    assert "GROUP's error is 3.00 points below MBN-2's, as a comparison by itself (95 % interval" in line
     assert "MABN's error is 0.33 points below MBN-2's, which may be chance (" in line
-    assert line.endswith("mean not below MBN-2's: BN, BRN-2.")
+    assert line.endswith("; not below MBN-2's over the seeds that both have: BN, BRN-2.")
 
 
 def test_a_comparison_in_which_one_arm_diverged_has_been_run(pages, tmp_path):
@@ -351,17 +358,17 @@ def test_claims_are_sorted_by_how_they_stand(pages, tmp_path):
     record(tmp_path, FIRST, BETTER)
     text = made(pages, tmp_path)["claims.md"]
     headings = re.findall("^## (.*)$", text, re.MULTILINE)
-    order = ["Held", "Held in part", "Not held", "Undecided", "Not tested"]
+    order = ["Held", "Held in part", "Not held", "Not held in our settings", "Undecided", "Not tested"]
     assert headings == sorted(headings, key=order.index)
     assert len(headings) > 2
     (claim,) = [one for one in text.split("\n- ") if one.startswith("**MBN beats BN at every batch size")]
     assert claim in text.split("## Undecided")[1].split("\n## ")[0]
     assert "line 389" in claim
-    assert "Found (2 parts: 1 held, 1 not tested): MBN-2 − BN (ResNet-20" in claim
+    assert "Found (3 parts: 1 held, 2 not tested): MBN-2 − BN (ResNet-20" in claim
     assert "95 % interval" in claim
-    intervals = sum(line.count(" % interval ") for line in text.splitlines() if line.startswith("  Found"))
-    assert intervals > 2
-    assert f"of the {intervals} parts" in text.replace("\n", " ")
+    found_lines = [line for line in text.splitlines() if line.startswith("  Found")]
+    assert sum(line.count(" % interval ") for line in found_lines) > 3
+    assert "of the 3 different comparisons" in text.replace("\n", " ")  # test error, training error, second drop
 
 
 def test_a_difference_that_is_certain_only_by_itself_may_be_chance(pages, short, tmp_path):
@@ -380,6 +387,23 @@ def test_numbers_that_are_left_out_are_said_to_be(pages, tmp_path):
     text, title = made(pages, tmp_path)["evidence.md"], study(FIRST).title
     assert part(text, title).endswith("with a fault, since mended, are left out: BRN-2 (1 of 2 runs).")
     assert row(text, title, "BRN-2")[4] == "41.00 (n = 1)"
+
+
+def test_it_is_said_which_runs_were_recalibrated_with_their_memory_and_what_that_matters(pages, tmp_path):
+    record(tmp_path, FIRST, BETTER, test_error_recalibrated=30.5)
+    assert "memory" not in part(made(pages, tmp_path)["evidence.md"], study(FIRST).title).partition("![")[2]
+    (env,) = tmp_path.glob("*-mbn-double-b8-s0-*/env.json")
+    env.write_text(env.read_text().replace("0123456789ab", "91bef383374b"))
+    text = made(pages, tmp_path)["evidence.md"]
+    told = "Recalibrated while the old memory still took part: MBN-2 (1 of 5 runs)."
+    assert part(text, study(FIRST).title).endswith(told)
+    assert "How much that matters has not been measured." in text
+    runs = [{"with_memory": 30.2, "without": 30.0}, {"with_memory": 30.0, "without": 30.1}]
+    measured = {"where": {"commit": "abc", "machine": "Some machine"}, "runs": runs}
+    (tmp_path / "recalibration.json").write_text(json.dumps(measured))
+    text = made(pages, tmp_path)["evidence.md"]
+    assert "In 2 trained networks" in text
+    assert "without is 0.05 points on average, −0.10 to 0.20 (`benchmarks/" in text
 
 
 def test_the_report_has_the_tables_of_the_studies_and_claims_no_times(pages, tmp_path):

@@ -36,8 +36,8 @@ def test_every_comparison_is_in_the_summary_the_losses_and_the_diverged_as_well(
     failed = "failed to train; MBN-2 diverged in 1 of 1 seeds"
     assert cells_of(told, "ResNet-56 at batch size 8, 78,200 iterations")[1:] == ["–", "–", "–", failed]
     assert (
-        "In 7 comparisons of our own on CIFAR-10, MBN-2 was found to have less error than BN in 1 and more in 1; the "
-        "others have one seed (1), failed to train (1), are not run yet (3). These are small networks" in told
+        "Of 7 comparisons that we planned on CIFAR-10, MBN-2 was found to have less error than BN in 1 and more in 1; "
+        "the others have one seed (1), failed to train (1), are not run yet (3). These are small networks" in told
     )
 
 
@@ -91,3 +91,12 @@ def test_the_summary_says_on_how_many_kinds_of_machine_runs_were_made(short, tmp
     (env,) = tmp_path.glob("*-mbn-double-b8-s0-*/env.json")
     env.write_text(env.read_text().replace("Some Processor", "Another Processor"))
     assert "trained on 2 kinds of machine, on no GPU.\n" in short.summary(found(tmp_path))
+
+
+def test_less_error_in_the_seeds_that_did_not_fail_is_no_gain(short, tmp_path):
+    record(tmp_path, FIRST, {"BN": BETTER["BN"], "MBN-2": [*BETTER["MBN-2"][:4], None]})
+    told = short.summary(found(tmp_path))
+    verdict = cells_of(told, "ResNet-20 at batch size 8, 20,000 iterations")[-1]
+    assert verdict == "failed to train; MBN-2 diverged in 1 of 5 seeds"
+    assert "in 0 and more in 0; the others failed to train (1), are" in told
+    assert "the paper's claim, not our finding" in told

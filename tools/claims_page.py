@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from memnorm.lab.evidence.claims import JUDGES, Judgement, Material, judge
 from memnorm.lab.tables import CLAIMS, Claim
 
-ORDER = ("held", "held in part", "not held", "undecided", "not tested")
+ORDER = ("held", "held in part", "not held", "not held in our settings", "undecided", "not tested")
 INTRODUCTION = """\
 Each sentence of the paper that asserts something testable, and how it stands by our own records. Made of `results/` by
 `tools/docs.py`; the judges are in `memnorm/lab/evidence/claims.py`, the runs in the [protocol](protocol.md), their
@@ -18,13 +18,16 @@ A claim has parts: one for every comparison that we ran, one for whatever else i
 if the 95 % interval of a paired difference lies on its side, or on the other; if the statement is exact and a test
 checks it; or by the bound that the test names. It is *undecided* if the interval includes zero or there is one seed
 only. A claim is held if all its parts are, *held in part* if some are, and *not held* if none is and one is refuted; a
-claim about all its parts at once (*best*, *at every batch size*) is refuted by one of them and never held in part. That
-two arms are close is held or not by whether the interval lies within 0.5 points of zero, or wholly beyond; that
-something may fail is held as soon as a run does. *Not tested* is what has not been run, or is not planned.
+claim about all its parts at once (*best*, *at every batch size*) is refuted by one of them and never held in part. Our
+runs, those of the headline excepted, are in settings of our own: another network, length or learning rate than the
+paper's. What nothing else refutes is *not held in our settings*, and may hold in the paper's. That two arms are close
+is held or not by whether the interval lies within 0.5 points of zero, or wholly beyond; that something may fail is held
+as soon as a run does. *Not tested* is what has not been run, or is not planned.
 
-Differences are in points of error, first arm minus second. p-values are not corrected: of the {decided} parts below
-that an interval could decide, one in twenty would be decided by chance. Arms that the protocol gives one seed (single
-changes of MBN-2, BN-2) can only show a direction."""
+Differences are in points of error, first arm minus second. Here, unlike in the verdicts of the evidence, p-values are
+not corrected: of the {decided} different comparisons below that an interval could decide, one in twenty would be
+decided by chance if nothing were different. Arms that the protocol gives one seed (single changes of MBN-2, BN-2) can
+only show a direction."""
 
 
 def page(material: Material) -> str:
@@ -35,13 +38,18 @@ def page(material: Material) -> str:
         [
             "# Claims",
             "",
-            INTRODUCTION.format(decided=sum(one.found.count(" % interval ") for _, one in judged)),
+            INTRODUCTION.format(decided=comparisons(one for _, one in judged)),
             "",
             f"{len(CLAIMS)} claims: {summary}.",
             "",
             *[line for standing in ORDER if counts[standing] for line in section(standing, judged)],
         ]
     )
+
+
+def comparisons(judged: Iterable[Judgement]) -> int:
+    """Several claims may rest on the same one."""
+    return len({part for one in judged for part in one.found.split("; ") if " % interval " in part})
 
 
 def section(standing: str, judged: Sequence[tuple[Claim, Judgement]]) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import claims_page
@@ -19,10 +21,10 @@ from evidence_tables import (
     choice_of_rates,
     failures,
     head,
-    left_out,
     origin,
     pairs,
     place,
+    recalibrations,
     row,
     so_far,
     table,
@@ -37,6 +39,7 @@ from memnorm.lab.evidence.standing import choice, corrected_p, standings
 from memnorm.lab.report import figures, html
 from memnorm.lab.report.collect import collect
 from memnorm.lab.report.model import RECALIBRATED, Grid, Section
+from memnorm.lab.statistics import number
 
 TITLE = "Memorized Batch Normalization: the runs behind our evidence"
 ABOUT = (
@@ -45,15 +48,17 @@ ABOUT = (
 )
 
 
-def page(found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collection[str]) -> str:
+def page(
+    found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collection[str], measured: Mapping[str, Any] | None
+) -> str:
     """docs/evidence.md; `digits` is the section on the small comparison that needs no download, `drawn` the figures
-    that there are.
+    that there are, `measured` what recalibrating with and without the memory gave.
     """
     return (
         "\n\n".join(
             [
                 "# Evidence",
-                "Made of the runs in `results/` by `make evidence`, every sentence of it; `make evidence-runs` repeats "
+                "Made of the runs in `results/` by `make evidence`, every number of it; `make evidence-runs` repeats "
                 "the runs. What is run, and why, was laid down before: see the [protocol](protocol.md). How the "
                 "paper's claims stand is on a page [of its own](claims.md)."
                 + report_link(found)
@@ -71,6 +76,7 @@ def page(found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collecti
                 *reasons(found),
                 "## Which part of the method does what?",
                 *parts(found),
+                *both_ways(found, measured),
                 *(text for study in found.studies for text in section(found, study, drawn)),
                 "## Digits",
                 digits,
@@ -83,6 +89,26 @@ def page(found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collecti
         )
         + "\n"
     )
+
+
+def both_ways(found: Findings, measured: Mapping[str, Any] | None) -> list[str]:
+    """What it means for recalibrated numbers that the old memory took part in many of them."""
+    count = sum(len(one.recalibrated_with_memory) for study in found.studies for one in found.arms(study))
+    if not count:
+        return []
+    told = "How much that matters has not been measured."
+    if measured is not None:
+        gaps = [run["with_memory"] - run["without"] for run in measured["runs"]]
+        told = (
+            f"In {len(gaps)} trained networks that were recalibrated both ways, the error with the memory minus that "
+            f"without is {number(sum(gaps) / len(gaps))} points on average, {number(min(gaps))} to {number(max(gaps))} "
+            f"(`benchmarks/recalibration_both_ways.py`; commit {measured['where']['commit']}, "
+            f"{measured['where']['machine']})."
+        )
+    return [
+        "**Recalibrated MBN.** Until 2026-11-17 the old memory took part when MBN was recalibrated: deeper layers got "
+        f"statistics of inputs that it had helped to normalise. The tables say of which runs that is so. {told}"
+    ]
 
 
 def report_link(found: Findings) -> str:
@@ -146,7 +172,7 @@ def cheaper(found: Findings) -> list[str]:
             if gap is None:
                 missing.append(where)
                 continue
-            lines.append(f"**{where}**: {compared(one.label, OURS, gap)}.")
+            lines.append(f"**{where}**: {compared(one.label, OURS, gap, corrected_p(found, one, whole))}.")
     return with_missing(lines, missing)
 
 
@@ -165,7 +191,7 @@ def rivals(found: Findings) -> list[str]:
             if gap.mean < 0
         ]
         above = [one.label for one, gap in gaps if gap.mean >= 0]
-        told = [*below, *([f"mean not below {OURS}'s: {', '.join(above)}"] if above else [])]
+        told = [*below, *([f"not below {OURS}'s over the seeds that both have: {', '.join(above)}"] if above else [])]
         lines.append(f"**{where}**: {'; '.join(told)}.")
         again = apart(base, ours, RECALIBRATED, "test_error")
         if again is not None and again.p is not None:
@@ -198,7 +224,7 @@ def section(found: Findings, study: Study, drawn: Collection[str]) -> list[str]:
     parts += [f"![{evidence_figures.title(name, study)}](figures/{name})" for name in names]
     if any(one.runs for one in arms):
         parts += [f"**{verdicts(found, study)}**{so_far(arms)}", origin(arms)]
-    return parts + [text for text in (left_out(arms), choice_of_rates(found, study)) if text]
+    return parts + [text for text in (recalibrations(arms), choice_of_rates(found, study)) if text]
 
 
 def report(found: Findings, root: Any) -> str | None:
@@ -217,8 +243,12 @@ def report(found: Findings, root: Any) -> str | None:
 
 def render(found: Findings, bench: Mapping[str, Any], digits: str, root: Any) -> dict[str, str]:
     """The files below docs/."""
-    drawn = evidence_figures.pictures(found)
-    made = {"evidence.md": page(found, bench, digits, drawn), "claims.md": claims_page.page(Material(found, bench))}
+    drawn, path = evidence_figures.pictures(found), Path(root) / "recalibration.json"
+    measured = json.loads(path.read_text()) if path.exists() else None
+    made = {
+        "evidence.md": page(found, bench, digits, drawn, measured),
+        "claims.md": claims_page.page(Material(found, bench)),
+    }
     made |= {f"figures/{name}": text for name, text in drawn.items()}
     html_page = report(found, root)
     return made | ({"static/report.html": html_page} if html_page else {})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from evidence_tables import BASE, NOT_RUN, OURS, markdown_row
+from evidence_tables import BASE, NOT_RUN, OURS, failures, markdown_row
 
-from memnorm.lab.evidence.findings import Findings, Found, apart, gap_text
+from memnorm.lab.evidence.findings import Findings, apart, gap_text
 from memnorm.lab.report.model import RECALIBRATED
 from memnorm.lab.statistics import number
 
@@ -27,14 +27,13 @@ PARTS = (
     Part("the memory", "MBN-1", BASE),
     Part("the second forward, with the memory", OURS, "MBN-1"),
     Part("the second forward, without the memory", "BN-2", BASE),
-    Part("the shift between the means (Eq. 4)", OURS, f"{OURS} shift=False"),
+    Part("the shift between the means (Eq. 6 in place of Eq. 4)", OURS, f"{OURS} shift=False"),
     Part("a growing λ in place of 0.1", OURS, f"{OURS} λ=0.1"),
     Part("a growing λ in place of 0.5", OURS, f"{OURS} λ=0.5"),
     Part("a growing λ in place of 0.9", OURS, f"{OURS} λ=0.9"),
     Part("recalibrated statistics, BN", BASE, BASE, recalibrated=True),
     Part("recalibrated statistics, MBN-2", OURS, OURS, recalibrated=True),
     Part("moving averages in place of the batch's own moments", "MOVING-BN", BASE),
-    Part("moments of each image in place of the batch's", "GROUP tuned", BASE),
 )
 
 
@@ -46,7 +45,7 @@ def parts(found: Findings) -> list[str]:
         f"Single changes, of the study “{study.title}”: the arm that has the part minus the arm that has not, so that "
         "below zero the part lowers the error. Intervals and p-values are of one comparison each.",
         "\n".join(markdown_row(cells) for cells in (HEAD, ["---"] * len(HEAD), *rows)),
-        *_yardstick(found.arms(study)),
+        *_yardstick(found),
     ]
 
 
@@ -56,17 +55,21 @@ def _row(found: Findings, part: Part) -> list[str]:
     assert plain is not None
     gap = apart(changed, plain, RECALIBRATED if part.recalibrated else "test_error", "test_error")
     again = "recalibrated " if part.recalibrated else ""
-    told = gap_text(gap) if gap else "–" if changed.runs and plain.runs else NOT_RUN
+    told = (gap_text(gap) if gap else NOT_RUN if not (changed.runs and plain.runs) else "–") + failures(changed, plain)
     return [part.name, f"{again}{part.changed} − {part.plain}", told, str(gap.n) if gap else "–"]
 
 
-def _yardstick(arms: list[Found]) -> list[str]:
-    """What a difference in one seed has to be measured by."""
-    ranges = {one.label: max(errors) - min(errors) for one in arms if len(errors := one.errors().values()) > 1}
-    if not ranges:
+def _yardstick(found: Findings) -> list[str]:
+    """What a difference in one seed has to be measured by: how much differences vary between seeds."""
+    told = []
+    for part in PARTS:
+        changed, plain = found.arm(ABLATION, part.changed), found.arm(ABLATION, part.plain)
+        gap = apart(changed, plain) if changed and plain and part.changed != part.plain else None
+        if gap is not None and gap.n > 1 and gap.standard_error is not None:
+            told.append(f"{part.changed} − {part.plain} {number(gap.standard_error * gap.n**0.5)} (n = {gap.n})")
+    if not told:
         return []
-    told = ", ".join(f"{label} {number(width)}" for label, width in ranges.items())
     return [
-        f"Between its least and its greatest seed an arm's own error differs here by, in points: {told}. A difference "
-        "in one seed that is not far above that may be chance."
+        f"Such differences vary between seeds; their standard deviations here, in points: {', '.join(told)}. A "
+        "difference in one seed that is below twice as much may well be chance."
     ]

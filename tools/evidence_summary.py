@@ -54,7 +54,7 @@ def summary(found: Findings) -> str:
     counts = Counter(line.kind for line in lines)
     rest = ", ".join(f"{words} ({counts[kind]})" for kind, words in REST.items() if counts[kind])
     told = (
-        f"In {len(lines)} comparisons of our own on CIFAR-10, {OURS} was found to have less error than {BASE} in "
+        f"Of {len(lines)} comparisons that we planned on CIFAR-10, {OURS} was found to have less error than {BASE} in "
         f"{counts[LESS]} and more in {counts[MORE]}{'; the others ' if rest else ''}{rest}."
     )
     sure = "" if counts[LESS] else f" A gain over {BASE} is so far the paper's claim, not our finding."
@@ -67,9 +67,11 @@ def _line(found: Findings, ours: Found, base: Found) -> Line:
     gap = apart(ours, base)
     failed = failures(ours, base)
     if gap is None:
-        kind = FAILED if ours.runs and base.runs else NOT_RUN
+        kind = FAILED if failed else NOT_RUN
         return Line(kind, [ours.place, "–", "–", "–", f"{kind}{failed}"])
     kind = _kind(gap, corrected_p(found, ours, base))
+    if kind == LESS and ours.failed:  # the seeds that are left are the good ones
+        kind = FAILED
     return Line(kind, [ours.place, number(gap.mean), interval_text(gap) or "–", seeds_text(gap), f"{kind}{failed}"])
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.findings import STUCK, Findings, Found, apart, gap_text
 from memnorm.lab.evidence.standing import standings, told
 from memnorm.lab.report.model import RECALIBRATED
 from memnorm.lab.statistics import number
+from memnorm.lab.store import StoredRun
 from memnorm.text import capital
 
 NOT_RUN = "not run yet"
@@ -129,8 +130,8 @@ def agreement(found: Findings, study: Study) -> list[str]:
     gap, theirs = apart(ours, base), printed(ours) - printed(base)
     if gap is None:
         return []
-    sign = "the same" if gap.mean * theirs > 0 else "the opposite"
-    return [f"{OURS} minus {BASE} is {number(gap.mean)} points here and {number(theirs)} in the paper: {sign} sign."]
+    sign = "the same sign" if gap.mean * theirs > 0 else "the opposite sign" if gap.mean else "no difference here"
+    return [f"{OURS} minus {BASE} is {number(gap.mean)} points here and {number(theirs)} in the paper: {sign}."]
 
 
 def origin(arms: Sequence[Found]) -> str:
@@ -153,12 +154,23 @@ def origin(arms: Sequence[Found]) -> str:
     )
 
 
-def left_out(arms: Sequence[Found]) -> str:
-    """Which recalibrated numbers are not shown, and why."""
-    faulty = [f"{one.label} ({len(runs)} of {len(one.runs)} runs)" for one in arms if (runs := one.badly_recalibrated)]
-    if not faulty:
-        return ""
-    return f"Recalibrated statistics measured with a fault, since mended, are left out: {', '.join(faulty)}."
+def recalibrations(arms: Sequence[Found]) -> str:
+    """Which recalibrated numbers are not shown, and why; which are, although they are not quite as they should be."""
+
+    def named(runs: Callable[[Found], Sequence[StoredRun]]) -> str:
+        return ", ".join(f"{whose(one)} ({len(runs(one))} of {len(one.runs)} runs)" for one in arms if runs(one))
+
+    def whose(one: Found) -> str:
+        several = len(one.study.batch_sizes) > 1
+        return f"{one.label} at batch size {one.arm.spec.batch_size}" if several else one.label
+
+    words = {
+        "Recalibrated statistics measured with a fault, since mended, are left out": named(
+            lambda one: one.badly_recalibrated
+        ),
+        "Recalibrated while the old memory still took part": named(lambda one: one.recalibrated_with_memory),
+    }
+    return " ".join(f"{what}: {which}." for what, which in words.items() if which)
 
 
 def choice_of_rates(found: Findings, study: Study) -> str:

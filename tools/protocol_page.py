@@ -18,20 +18,22 @@ first two runs had begun and none had ended. How runs are read was changed, on 2
 0 of five arms of the first were done:
 
 - For some hours the seeds of one study counted in another that shares its runs. With them, MBN-2 was not told apart
-  from BN in the fifth study at batch size 8 (n = 3); with the two seeds of its own it has more error. Each study has
-  its own seeds again, and the evidence shows both.
+  from BN in the fifth study at batch size 8 (n = 3); with the two seeds of its own it was then said to have more error.
+  Each study has its own seeds again, and the evidence shows both.
 - Verdicts in words compare each arm with the baseline, as this page says; before, they compared every pair.
 - Claims are judged part by part, on every study that has the arms; before, on some studies, and one part could decide.
   *Close* is 0.5 points; before, 1. *About 30 %* is 20 to 40 %; for some hours it was at most 40 %.
 
-Later that day, when three seeds of every arm of the first study and a fourth of BN were done:
+Later that day, when three seeds of every arm of the first study and a fourth of BN were done, and the last of these
+points when it was nearly complete:
 
 - Runs are computed with the channels last in memory, and the moments of BRN and MABN in fewer operations: the same
   numbers but for rounding, sooner. MBN-1 and MBN-2 of seed 3 of the first study changed over on their way. Where a run
   was computed how is in its `env.json`.
 - A run that ends at chance counts as failed beside its mean; before, only a diverged one did.
 
-In the evening, when the first study was complete, and of the second all trials and seed 0 of BN, MBN-1 and MBN-2:
+In the evening, when the first study was complete, and of the second all trials and seed 0 of BN, MBN-1 and MBN-2, or
+up to five runs more:
 
 - An arm that is apart from the baseline by itself, but not once corrected, is named with its p-value. The verdict is
   the same.
@@ -41,12 +43,12 @@ In the evening, when the first study was complete, and of the second all trials 
 - The summary in words goes by corrected p-values; before, by those of one comparison.
 - Recalibrating had a fault with norms that read their running statistics in training: deeper layers got the statistics
   of inputs that the old ones had made. Of the runs of BRN and MABN until then that number is left out; they are not
-  repeated. Nothing else of them, and no run of another norm, is concerned.
+  repeated. Nothing else of them is concerned. (MBN's memory had the same fault, to a lesser degree: see below.)
 - Claims: that two arms are *close* is refuted by an interval wholly outside of 0.5 points; before, by one without zero.
   The second drop is judged by MBN-2's beside BN's, not by each alone. A claim about all of several things is no longer
   held in part, and that something *may* fail is held as soon as it does.
 
-On 2026-11-17, when of the second study 14 of 24 runs were done:
+On 2026-11-17, when of the second study 13 to 14 of 24 runs were done:
 
 - The section of the evidence on where it comes out otherwise than in the paper was added: errors along the run,
   training error beside test error. It was made after signs were seen to differ, and decides no verdict.
@@ -54,7 +56,22 @@ On 2026-11-17, when of the second study 14 of 24 runs were done:
 Later that day, when the first, second, fifth and sixth study were complete:
 
 - Where an arm with a lower mean than BN has two seeds or fewer, the advice says that they are too few; before, it was
-  to stay with BN. At batch size 2 MABN, lower in both seeds, is such an arm. No verdict changes."""
+  to stay with BN. At batch size 2 MABN, lower in both seeds, is such an arm. No verdict changes.
+
+After that, when of the fourth study seed 0 of BN, MBN-1 and MBN-2 and the trials of group norm were done:
+
+- The summary is a table, and a section shows the differences of single changes of the fourth study. It decides no
+  verdict.
+- Arms that are planned with one seed no longer count among the comparisons of a study: they cannot be tested. In the
+  fourth study two comparisons remain. No verdict changes.
+- Which arms have a lower mean than BN is told over the seeds that both have; before, over all seeds of each.
+- Comparisons that this page does not plan are said to be *by themselves*.
+- Claims: that BN suffers from small batches and MBN less is judged by how errors grow from batch size 8 to 4 and 2;
+  before, by MBN-2 minus BN at each. Costs are judged at every batch size; before, at 128 alone. What only settings of
+  our own refute is called so.
+- Recalibrating let MBN's old memory take part: at batch size 8 and λ = 0.9 it weighs about 60 images, beside the 250
+  of a batch of the recalibration; at 4 half as many, at 2 a quarter. Runs of MBN from there on are recalibrated without
+  it; the evidence says which were before."""
 
 
 def page(studies: Iterable[Study]) -> str:
@@ -86,8 +103,9 @@ def shared() -> str:
             "- The result of a run is its *last* evaluation, never its best one.",
             "- A seed decides the initial weights, the order of the images and their augmentation, and does so in the "
             "same way for every arm: at a given seed, arms differ in the norm alone, and in the learning rate where "
-            "one is chosen. (MABN centres the weights that it "
-            "is given: that belongs to the norm.)",
+            "one is chosen. (MABN centres the weights that it is given: that belongs to the norm.) The kind of "
+            "machine, the layout in memory and the commit may differ between them, which changes rounding; each run's "
+            "`env.json` has them.",
             "- *Recalibrated*: after the last step the running statistics are measured afresh, on so many training "
             "images that are not augmented, and the test error is taken a second time. The images are the same for "
             "every run; the weights are not touched. Norms without running statistics have no such number.",

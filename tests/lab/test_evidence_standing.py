@@ -1,7 +1,7 @@
 """Who is said to be better than the baseline, and what to take."""
 
 import pytest
-from evidencekit import BETTER, FIRST, TINY, WORSE, found, record, study
+from evidencekit import BETTER, FIRST, LONG, TINY, WORSE, found, record, study
 
 from memnorm.lab.evidence.standing import choice, standings, told
 from memnorm.lab.statistics import holm
@@ -64,14 +64,14 @@ def test_the_baseline_stays_unless_something_is_found_better(tmp_path):
     record(tmp_path, FIRST, WORSE)
     assert chosen(tmp_path) == "stay with BN: nothing was found to have less error"
     record(tmp_path, FIRST, {"GROUP": [25.0, 36.0, 30.0]})
-    assert chosen(tmp_path).endswith(" below its 31.12, which may be chance: GROUP (30.33, lower in 2 of 3 seeds)")
+    assert chosen(tmp_path).endswith("which may be chance: GROUP (by 0.73 points, lower in 2 of 3 seeds)")
 
 
 def test_two_seeds_are_too_few_to_advise_against_an_arm_with_a_lower_mean(tmp_path):
     record(tmp_path, TINY, {"BN": [40.0, 44.0], "MBN-2": [44.0, 42.0], "MABN": [36.0, 36.7]}, 2)
     assert chosen(tmp_path, TINY, 2) == (
         "no advice: too few seeds to tell MABN from BN. "
-        "A mean below its 42.00, which may be chance: MABN (36.35, lower in 2 of 2 seeds)"
+        "Lower than BN over the seeds that both have, which may be chance: MABN (by 5.65 points, lower in 2 of 2 seeds)"
     )
     record(tmp_path, TINY, {"BN": [40.0, 44.0], "MBN-2": [44.0, 42.0], "MABN": [46.0, 44.7]}, 4)
     assert chosen(tmp_path, TINY, 4) == "stay with BN: nothing was found to have less error"
@@ -116,3 +116,17 @@ def test_where_the_baseline_does_not_train_an_arm_that_does_is_taken(tmp_path):
 def test_without_seeds_of_both_there_is_no_claim(tmp_path, errors, wanted):
     record(tmp_path, FIRST, errors)
     assert chosen(tmp_path) == wanted
+
+
+def test_arms_that_are_planned_with_one_seed_are_no_comparisons_to_correct_for(tmp_path):
+    errors = {"BN": [20.0, 21.0, 20.5], "MBN-2": [22.0, 22.8, 22.6], "MBN-1": [20.1, 20.8, 20.9], "BN-2": [25.0]}
+    record(tmp_path, LONG, errors)
+    by_label = {one.label: one for one in arms_of(tmp_path, LONG)}
+    assert by_label["MBN-2"].p == pytest.approx(2 * by_label["MBN-2"].gap.p)
+    assert by_label["BN-2"].p is None
+
+
+def test_who_is_lower_is_told_over_the_seeds_that_both_have(tmp_path):
+    """Over all seeds the mean of GROUP is below BN's, over the common ones above."""
+    record(tmp_path, FIRST, {"BN": [30.0, 30.2, 30.4, 38.0, 39.0], "MBN-2": [40.0, 41.0], "GROUP": [30.5, 30.1, 31.0]})
+    assert chosen(tmp_path) == "stay with BN: nothing was found to have less error"

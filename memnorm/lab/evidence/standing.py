@@ -2,7 +2,7 @@
 
 Each arm is compared with the baseline at its batch size, and with nothing else; p-values are corrected for all these
 comparisons of the study together (Holm), those that are not run yet included, so that what is said early need not be
-taken back.
+taken back. Arms that are planned with one seed are no such comparisons: they can never be tested.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ def standings(findings: Findings, study: Study) -> list[Standing]:
         base = findings.arm(study.name, study.baseline, one.arm.spec.batch_size)
         if one.label != study.baseline and base is not None:
             found.append(Standing(one, apart(one, base)))
-    corrected = holm([1.0 if (p := _alone_p(one)) is None else p for one in found])
-    return [one if _alone_p(one) is None else replace(one, p=p) for one, p in zip(found, corrected, strict=True)]
+    family = [one for one in found if one.found.arm.seeds > 1]
+    corrected = holm([1.0 if (p := _alone_p(one)) is None else p for one in family])
+    by_arm = {one.found.arm.key: p for one, p in zip(family, corrected, strict=True) if _alone_p(one) is not None}
+    return [replace(one, p=by_arm.get(one.found.arm.key)) for one in found]
 
 
 def corrected_p(findings: Findings, first: Found, second: Found) -> float | None:
@@ -94,12 +96,13 @@ def choice(arms: Sequence[Standing], base: Found) -> str:
         return f"no claim: too few seeds beside {base.label}"
     better = [one for one in arms if one.better]
     taken = min((one for one in better if not one.found.failed), key=lambda one: _mean(one.found), default=None)
-    least = _mean(taken.found if taken else base)
-    lower = [one for one in arms if one not in better and _finished(one) and _mean(one.found) < least]
+    lower = [one for one in arms if one not in better and _below(one, taken.found if taken else base)]
     words = [_advice(taken, base, lower, bool(better))]
     words += [f"{one.label} has less error ({one.points}) but failed in {_failed(one.found)}" for one in _shaky(better)]
     if lower:
-        words.append(f"A mean below its {number(least)}, which may be chance: {', '.join(map(_lower, lower))}")
+        whose = taken.label if taken else base.label
+        told = ", ".join(_lower(one, taken.found if taken else base) for one in lower)
+        words.append(f"Lower than {whose} over the seeds that both have, which may be chance: {told}")
     return ". ".join(words)
 
 
@@ -115,10 +118,16 @@ def _advice(taken: Standing | None, base: Found, lower: Sequence[Standing], bett
     return f"stay with {base.label}: nothing{which} was found to have less error"
 
 
-def _lower(one: Standing) -> str:
-    """MABN (36.36, lower in 2 of 2 seeds)."""
-    seeds = seeds_text(one.gap) if one.gap is not None else f"n = {len(one.found.errors())}"
-    return f"{one.label} ({number(_mean(one.found))}, {seeds})"
+def _below(one: Standing, other: Found) -> bool:
+    gap = apart(one.found, other)
+    return gap is not None and gap.mean < 0
+
+
+def _lower(one: Standing, other: Found) -> str:
+    """MABN (by 6.09 points, lower in 2 of 2 seeds)."""
+    gap = apart(one.found, other)
+    assert gap is not None
+    return f"{one.label} (by {number(-gap.mean)} points, {seeds_text(gap)})"
 
 
 def _shaky(better: Sequence[Standing]) -> list[Standing]:
