@@ -9,24 +9,30 @@ from collections.abc import Iterator
 from typing import Any
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C or a termination sets, so that the step can be ended and saved; a second Ctrl-C does not
-    wait.
+class Wish:
+    """Whether to stop. No `threading.Event`, which has a lock: a second signal that came while the handler of the first
+    held it would wait for it forever, and a Ctrl-C reaches the processes of a grid twice.
     """
-    asked = threading.Event()
+
+    asked = False
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Wish]:
+    """Ctrl-C or a termination asks, so that the step can be ended and saved; a second Ctrl-C does not wait."""
+    wish = Wish()
 
     def ask(number: int, frame: Any) -> None:
-        if asked.is_set() and number == signal.SIGINT:
+        if wish.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.set()
+        wish.asked = True
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield wish
         return
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield wish
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -115,7 +115,7 @@ class _Run:
         self.listener.began(self.spec, self.iteration)
         batches = self.train_source.batches(self.plan, workers=self.execution.workers)
         wanted = self.execution.tensorboard and self.team.rank == 0
-        with tensorboard(self.folder.path, wanted, self.iteration) as events, stop_signals() as asked_to_stop:
+        with tensorboard(self.folder.path, wanted, self.iteration) as events, stop_signals() as wish:
             saved, resumed = time.monotonic(), time.perf_counter()
             for images, labels in batches:
                 if not self.training.step(self.iteration, images, labels):
@@ -127,7 +127,7 @@ class _Run:
                     self._evaluate(events)
                     resumed = time.perf_counter()
                 late = time.monotonic() - saved >= self.execution.checkpoint_seconds
-                late, stop = map(bool, self.team.total(late, asked_to_stop.is_set()))
+                late, stop = map(bool, self.team.total(late, wish.asked))
                 if (late or stop) and self.iteration < self.spec.iterations:
                     self.seconds += self._since(resumed)
                     self._save()
@@ -140,7 +140,7 @@ class _Run:
         if not math.isfinite(self.lines[-1]["test_loss"]):  # blown up by the last step
             return self._result("diverged", diverged_at=self.iteration)
         result = self._result("finished")
-        if asked_to_stop.is_set():
+        if wish.asked:
             raise Interrupted("stopped after the last step of a run, whose result is saved")
         return result
 

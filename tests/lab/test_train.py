@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -137,6 +139,28 @@ def test_a_second_termination_waits_for_the_saving(nursery, store):
         time.sleep(0.05)
     assert nursery.ended()[0] == 130
     assert len(checkpoints(store, LONG)) == 1
+
+
+def test_a_second_signal_within_the_handler_of_the_first_does_not_hang(tmp_path):
+    """A signal at every line that the handler runs, and at every line of whatever it calls."""
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "import signal, sys\n"
+        "from memnorm.lab.signals import stop_signals\n"
+        "left = [200]\n"
+        "def trace(frame, event, argument):\n"
+        "    if frame.f_code.co_filename.endswith(('signals.py', 'threading.py')) and left[0]:\n"
+        "        left[0] -= 1\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "    return trace\n"
+        "with stop_signals() as wish:\n"
+        "    sys.settrace(trace)\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    sys.settrace(None)\n"
+        "    print('asked', wish is not None, left[0] < 200)\n"
+    )
+    told = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=20, check=True)
+    assert told.stdout.split() == ["asked", "True", "True"]
 
 
 def test_the_handlers_of_signals_are_given_back(store):
