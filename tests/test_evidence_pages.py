@@ -402,7 +402,7 @@ def test_it_is_said_which_runs_were_recalibrated_with_their_memory_and_what_that
     measured = {"where": {"commit": "abc", "machine": "Some machine"}, "runs": runs}
     (tmp_path / "recalibration.json").write_text(json.dumps(measured))
     text = made(pages, tmp_path)["evidence.md"]
-    assert "In 2 trained networks" in text
+    assert "(trained networks: 2)" in text
     assert "without is 0.05 points on average, −0.10 to 0.20 (`benchmarks/" in text
 
 

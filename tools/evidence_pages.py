@@ -100,8 +100,8 @@ def both_ways(found: Findings, measured: Mapping[str, Any] | None) -> list[str]:
     if measured is not None:
         gaps = [run["with_memory"] - run["without"] for run in measured["runs"]]
         told = (
-            f"In {len(gaps)} trained networks that were recalibrated both ways, the error with the memory minus that "
-            f"without is {number(sum(gaps) / len(gaps))} points on average, {number(min(gaps))} to {number(max(gaps))} "
+            f"Measured both ways (trained networks: {len(gaps)}), the error with the memory minus that without "
+            f"is {number(sum(gaps) / len(gaps))} points on average, {number(min(gaps))} to {number(max(gaps))} "
             f"(`benchmarks/recalibration_both_ways.py`; commit {measured['where']['commit']}, "
             f"{measured['where']['machine']})."
         )
