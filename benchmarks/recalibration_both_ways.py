@@ -52,4 +52,6 @@ def main(runs: str, data_root: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        raise SystemExit(__doc__)
     main(*sys.argv[1:])

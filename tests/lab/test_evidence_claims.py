@@ -78,8 +78,8 @@ def test_who_suffers_from_small_batches_is_seen_in_how_errors_grow(tmp_path, our
         record(tmp_path, TINY, errors, size)
     judged = judged_with_seeds("poor-sampling", tmp_path, 3)
     assert judged.tally == tally
-    assert "BN at batch size 2 − BN at 8 (ResNet-8, equal samples): 5.00 points" in judged.found
-    assert f"the same of MBN-2 − the same of BN, 8 to 2: {number(ours[2] - 5)} points" in judged.found
+    assert "BN at batch size 8 − BN at 2 (ResNet-8, equal samples): −5.00 points" in judged.found
+    assert f"growth from 8 to 2, MBN-2 − BN (ResNet-8, equal samples): {number(ours[2] - 5)} points" in judged.found
     assert judged.found.endswith("not tried: badly sampled batches")
 
 

@@ -219,15 +219,16 @@ def smaller_batches(records: Material) -> Judgement:
     """BN's error grows as the batch shrinks, and MBN-2's grows less."""
     parts = []
     for size in (4, 2):
-        growth = {label: _growth(records.findings, label, size) for label in ("BN", "MBN-2")}
-        loss = over_common_seeds(growth["BN"], dict.fromkeys(growth["BN"], 0.0))
+        small, large = (records.findings.arm(TINY, "BN", one) for one in (size, LARGEST))
+        loss = apart(large, small) if small and large else None
         if loss is not None:
-            wanted: Standing = "undecided" if not significant(loss) else "held" if loss.mean > 0 else "not held"
-            words = f"BN at batch size {size} − BN at {LARGEST} (ResNet-8, equal samples)"
-            parts.append(Part(wanted, f"{words}: {number(loss.mean)} points, {evidence_text(loss)}", ours=True))
-        gap = over_common_seeds(growth["MBN-2"], growth["BN"])
+            parts.append(
+                below_zero(f"BN at batch size {LARGEST} − BN at {size} (ResNet-8, equal samples)", loss, ours=True)
+            )
+        gap = over_common_seeds(*(_growth(records.findings, label, size) for label in ("MBN-2", "BN")))
         if gap is not None:
-            parts.append(below_zero(f"the same of MBN-2 − the same of BN, {LARGEST} to {size}", gap, ours=True))
+            words = f"growth from {LARGEST} to {size}, MBN-2 − BN (ResNet-8, equal samples)"
+            parts.append(below_zero(words, gap, ours=True))
     test = "paired differences of runs at several batch sizes; the learning rate is proportional to the batch size"
     return together(test, parts, ["badly sampled batches"])
 
