@@ -60,6 +60,12 @@ def readable(folder: Path, complain: Any) -> Iterator[dict[str, Any]]:
         yield state
 
 
+def reached(folder: Path) -> int:
+    """The iteration of the newest checkpoint; 0 without one."""
+    newest = _checkpoints(folder)[:1] if folder.is_dir() else []
+    return int(PATTERN.fullmatch(newest[0].name)[1]) if newest else 0  # type: ignore[index]
+
+
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if PATTERN.fullmatch(path.name)), reverse=True)
 

@@ -1,5 +1,6 @@
 """`memnorm compare` and `memnorm reproduce`: many runs from the command line."""
 
+import json
 import re
 
 import pytest
@@ -8,6 +9,7 @@ from labkit import result_of
 from support import processor_seconds
 
 from memnorm import norms
+from memnorm.lab import checkpoint
 from memnorm.lab.tables import TABLES
 
 COMPARE = ["compare", "--batch-sizes", "2,4", "--epochs", "0.02", "--test-images", "50", "--threads", "1"]
@@ -80,6 +82,16 @@ def test_reproduce_dry_run_shows_the_queue_and_runs_nothing(call, tmp_path):
     assert code == 0
     assert "3 runs to do" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_reproduce_dry_run_counts_what_is_left_of_a_run_that_was_begun(call, tmp_path):
+    words = ["reproduce", "memory-size", "--scale", "smoke", "--only", "10/*", "--dry-run", "--json"]
+    (whole,) = json.loads(call(*words)[1])
+    folder = tmp_path / "runs" / whole["run"]
+    folder.mkdir(parents=True)
+    checkpoint.save(folder, 10**9, {})
+    (left,) = json.loads(call(*words)[1])
+    assert left["seconds"] == 0 < whole["seconds"]
 
 
 def test_reproduce_runs_the_chosen_cells_skips_them_the_second_time_and_reports(call, tmp_path):

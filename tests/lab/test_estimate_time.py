@@ -1,34 +1,28 @@
-"""Estimates of a run's time: what is counted, what is calibrated, what is said."""
+"""Estimates of a run's time, and how it is said."""
 
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
 from memnorm.lab import estimate_time
 from memnorm.lab.data.registry import DATA_SETS
-from memnorm.lab.estimate_time import Speed, Work, count, estimate, human, images_of, measured, same_work
+from memnorm.lab.estimate_time import estimate, human, images_of, measured, same_work
 from memnorm.lab.spec import RunSpec
+from memnorm.lab.speed import Arm, Extra, Speed, Work
 from memnorm.lab.tables import SCALES, select, unique_specs
 
 WORK = Work(calls=10, flops=1000, elements=100, norms=3, norm_elements=40, parameters=500)
-WIDE = Work(calls=20, flops=9000, elements=200, norms=4, norm_elements=90, parameters=7000)
-SPEED = Speed(
-    call=0.01,
-    flop=2e-6,
-    element=3e-5,
-    parameter=1e-6,
-    extra={("mbn", "single"): (0.002, 4e-5), ("mbn", "double"): (0.005, 9e-5)},
-)
+SPEED = Speed(call=0.01, flop=2e-6, element=3e-5, parameter=1e-6)
+SLOW = Arm(step=Extra(0.002, 4e-5), second=Extra(0.003, 5e-5))
 RUN = RunSpec(model="resnet8", data="digits", batch_size=8, iterations=100, evaluations=4)
 
 
 @pytest.fixture
 def priced(monkeypatch):
-    """Every model is WORK, and the machine SPEED."""
-    monkeypatch.setattr(estimate_time, "_count", lambda *arguments: WORK)
+    """Every model is WORK, the machine SPEED, and MBN slow."""
+    monkeypatch.setattr(estimate_time, "work_of", lambda *arguments: WORK)
     monkeypatch.setattr(estimate_time, "calibrate", lambda *arguments: SPEED)
+    monkeypatch.setattr(estimate_time, "added", lambda norm, *arguments: SLOW if norm == "mbn" else Arm())
 
 
 def only(estimates):
@@ -44,39 +38,13 @@ def stored(spec, step_ms, machine="here", threads=1):
     )
 
 
-def test_a_forward_is_counted_layer_by_layer():
-    with torch.device("meta"):
-        network = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
-    work = count(network, (3, 8, 8))
-    assert work.flops == 2 * (36 * 4 * 27 + 144 * 2)
-    assert (work.calls, work.elements) == (4, 144 + 144 + 144 + 2)
-    assert (work.norms, work.norm_elements) == (1, 144)
-    assert work.parameters == 4 * 27 + 8 + 144 * 2 + 2
-
-
-def test_counting_leaves_no_hook_behind():
-    with torch.device("meta"):
-        network = nn.Sequential(nn.Conv2d(3, 4, 3))
-    count(network, (3, 8, 8))
-    assert not network[0]._forward_hooks
-
-
-def test_a_step_is_calls_images_parameters_and_the_norm():
-    plain = 10 * 0.01 + 8 * (1000 * 2e-6 + 100 * 3e-5) + 500 * 1e-6
-    single, double = 3 * 0.002 + 8 * 40 * 4e-5, 3 * 0.005 + 8 * 40 * 9e-5
-    forward = (plain - 500 * 1e-6) / 3
-    assert SPEED.step(WORK, 8, "bn", "single") == pytest.approx(plain)
-    assert SPEED.step(WORK, 8, "mbn", "single") == pytest.approx(plain + single)
-    assert SPEED.step(WORK, 8, "mbn", "double") == pytest.approx(plain + forward + double)
-    assert SPEED.step(WORK, 8, "mbn", "double", second=0.5) == pytest.approx(
-        plain + single + 0.5 * (forward + double - single)
-    )
-
-
 def test_a_run_is_its_steps_and_its_evaluations(priced):
     evaluation = (2 * 10 * 0.01 + 500 * (1000 * 2e-6 + 100 * 3e-5)) / 3
-    expected = 100 * SPEED.step(WORK, 8, "bn", "single") + 4 * evaluation
-    assert only(estimate([RUN])) == pytest.approx(expected)
+    assert only(estimate([RUN])) == pytest.approx(100 * SPEED.step(WORK, 8) + 4 * evaluation)
+    double = RUN.but(norm="mbn", scheme="double")
+    assert only(estimate([double])) == pytest.approx(100 * SPEED.step(WORK, 8, SLOW, second=1.0) + 4 * evaluation)
+    single = RUN.but(norm="mbn", scheme="single")
+    assert only(estimate([single])) == pytest.approx(100 * SPEED.step(WORK, 8, SLOW) + 4 * evaluation)
 
 
 def test_a_run_is_not_evaluated_more_often_than_it_steps(priced):
@@ -168,79 +136,9 @@ def test_every_built_in_data_set_is_known():
     )
 
 
-def times_under(speed):
-    arms = [("bn", "single"), ("mbn", "single"), ("mbn", "double")]
-    return {(*arm, batch): speed.step(WORK, batch, *arm) for arm in arms for batch in (2, 8)}
-
-
-def test_calibration_finds_the_prices_behind_the_times():
-    times, wide = times_under(SPEED), SPEED.step(WIDE, 8, "bn", "single")
-    found = estimate_time._solved(WORK, WIDE, times, wide, SPEED.parameter)
-    assert (found.call, found.flop, found.element) == pytest.approx((SPEED.call, SPEED.flop, SPEED.element))
-    for arm in SPEED.extra:
-        assert found.extra[arm] == pytest.approx(SPEED.extra[arm])
-
-
-@pytest.mark.parametrize("factor", [0.01, 100.0])
-def test_no_price_is_negative_however_noisy_the_times(factor):
-    times, wide = times_under(SPEED), SPEED.step(WIDE, 8, "bn", "single")
-    for noisy in times:
-        found = estimate_time._solved(WORK, WIDE, times | {noisy: times[noisy] * factor}, wide * factor, 1e-6)
-        prices = [found.call, found.flop, found.element, *(price for pair in found.extra.values() for price in pair)]
-        assert min(prices) >= 0
-        assert found.step(WORK, 8, "mbn", "double") > 0
-
-
-def test_calibration_uses_the_wanted_threads_and_restores_them_and_the_random_numbers(monkeypatch):
-    before, state, seen = torch.get_num_threads(), torch.get_rng_state(), []
-
-    def step_time(model, norm, scheme, batch, device):
-        torch.rand(3)
-        seen.append(torch.get_num_threads())
-        return {"resnet20": 0.01, "vgg16": 0.04}[model] * (1 + batch)
-
-    monkeypatch.setattr(estimate_time, "_step_time", step_time)
-    monkeypatch.setattr(estimate_time, "_update_time", lambda device: 1e-12)
-    estimate_time.calibrate.__wrapped__(threads=before + 1)
-    assert set(seen) == {before + 1}
-    assert torch.get_num_threads() == before
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.slow
-def test_calibration_on_this_machine_gives_prices():
-    speed = estimate_time.calibrate(threads=1)
-    assert min(speed.parameter, speed.flop) > 0
-    assert speed.step(WORK, 8, "mbn", "double") > 0
-
-
-@pytest.mark.parametrize(("norm", "scheme"), [("bn", "single"), ("mbn", "double")])
-def test_a_step_of_a_real_network_is_timed(monkeypatch, norm, scheme):
-    monkeypatch.setattr(estimate_time, "PATIENCE", 0.0)
-    assert 1e-4 < estimate_time._step_time("resnet8", norm, scheme, 2, "cpu") < 60
-
-
-def test_no_wish_for_threads_leaves_them_alone():
-    before = torch.get_num_threads()
-    with estimate_time._threads(0):
-        assert torch.get_num_threads() == before
-
-
-def test_the_fastest_time_counts_and_the_first_does_not(monkeypatch):
-    clock = iter([0, 1, 10, 14, 20, 23, 30, 35])
-    monkeypatch.setattr(estimate_time, "PATIENCE", 100.0)
-    monkeypatch.setattr(estimate_time, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert estimate_time._fastest(lambda: None, "cpu") == 3
-
-
-def test_slow_steps_are_timed_once(monkeypatch):
-    clock = iter([0, 9, 10, 14])
-    monkeypatch.setattr(estimate_time, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert estimate_time._fastest(lambda: None, "cpu") == 4
-
-
 def test_every_run_of_the_paper_gets_an_estimate_at_every_scale(monkeypatch):
     monkeypatch.setattr(estimate_time, "calibrate", lambda *arguments: SPEED)
+    monkeypatch.setattr(estimate_time, "added", lambda *arguments: SLOW)
     for scale in SCALES:
         specs = unique_specs(select(["all"]), scale)
         estimates = estimate(specs)

@@ -9,6 +9,7 @@ import time
 import pytest
 from labkit import end, python
 
+from memnorm.lab import checkpoint
 from memnorm.lab.cli import main
 from memnorm.lab.evidence import MINIATURE, Records, chosen_rate, plan
 from memnorm.lab.training import Training
@@ -202,3 +203,17 @@ def test_the_queue_is_told_with_its_time_here_side_by_side(call, monkeypatch):
     assert "at most ≈ 4 h more" in out
     assert re.search(r"digits-small-bn-single-b8-s0-\w+ +40 +≈ 2 h", out)
     assert re.search(r"miniature +BN +8 +0\.1 +0 of 2 +≈ 4 h", out)
+
+
+def test_the_time_of_a_run_that_was_begun_is_that_of_what_is_left(call, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        "memnorm.lab.cli.evidence.seconds_here", lambda specs, *_, **__: {spec.digest: 7200.0 for spec in specs}
+    )
+    begun = plan(MINIATURE, lambda spec: None).ready[0]
+    folder = tmp_path / "runs" / begun.name
+    folder.mkdir(parents=True)
+    for iteration in (5, 10):  # of 40
+        checkpoint.save(folder, iteration, {})
+    out = call("--list")[1]
+    assert re.search(rf"{begun.name} +40 +≈ 90 min", out)
+    assert "12 runs to do, 0 done; ≈ 23 h 30 min on this machine" in out

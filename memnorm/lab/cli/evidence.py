@@ -12,7 +12,7 @@ from typing import Any
 from memnorm.lab.arms import why_not
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
-from memnorm.lab.cli.queue import queue_text, seconds_here, total
+from memnorm.lab.cli.queue import queue_text, seconds_here, still, total
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
 from memnorm.lab.evidence import MINIATURE, STUDIES, Plan, Records, Study, chosen_rate, plan
@@ -105,7 +105,7 @@ def _matches(words: Sequence[str], patterns: Sequence[str]) -> bool:
 def times(now: Plan, records: Records) -> dict[str, float]:
     """Seconds of what is left to do, on one thread."""
     left = (*now.ready, *now.locked)
-    return seconds_here(left, records.runs(), threads=1) if left else {}
+    return still(left, seconds_here(left, records.runs(), threads=1), records.work) if left else {}
 
 
 def listing(studies: Sequence[Study], records: Records, seconds: dict[str, float]) -> str:
@@ -120,7 +120,7 @@ def listing(studies: Sequence[Study], records: Records, seconds: dict[str, float
             chosen = "to be chosen" if rate is None else f"{arm.run(0, rate).base_learning_rate:g}"
             time = total([*left, *trials], seconds) if left or trials else ""
             rows.append((study.name, arm.label, str(arm.spec.batch_size), chosen, done, time))
-    return table([("study", "arm", "batch", "rate", "seeds done", "time here"), *rows]) + "\n"
+    return table([("study", "arm", "batch", "rate", "seeds done", "time left"), *rows]) + "\n"
 
 
 def carry_out(studies: Sequence[Study], records: Records, now: Plan, arguments: Any) -> int:

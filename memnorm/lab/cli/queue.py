@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from memnorm.lab import estimate_time
+from memnorm.lab.checkpoint import reached
 from memnorm.lab.console import stderr
 from memnorm.lab.environment import machine
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.store import StoredRun
+from memnorm.lab.store import Store, StoredRun
 from memnorm.text import table
 
 
@@ -20,15 +21,25 @@ def seconds_here(specs: Sequence[RunSpec], stored: Iterable[StoredRun], threads:
     return estimate_time.estimate(specs, threads=threads, known=known)
 
 
+def still(specs: Iterable[RunSpec], seconds: Mapping[str, float], runs: Store) -> dict[str, float]:
+    """The seconds that are left of these runs, some of which may have been begun."""
+    return {
+        spec.digest: seconds[spec.digest] * max(1 - reached(runs.run(spec).path) / spec.iterations, 0.0)
+        for spec in specs
+        if spec.digest in seconds
+    }
+
+
 def total(specs: Iterable[RunSpec], seconds: Mapping[str, float], jobs: int = 0) -> str:
     """How long these runs take, so many side by side."""
     return estimate_time.human(sum(seconds.get(spec.digest, 0.0) for spec in specs) / max(jobs, 1))
 
 
 def queue_text(todo: Sequence[RunSpec], done: int, seconds: Mapping[str, float], jobs: int) -> str:
+    """`seconds`: those that are left."""
     rows = [(spec.name, f"{spec.iterations:,}", total([spec], seconds)) for spec in todo]
     summary = f"{len(todo)} runs to do, {done} done; {total(todo, seconds, jobs)} on this machine"
-    return "\n\n".join([*([table([("run", "iterations", "time"), *rows])] if rows else []), summary])
+    return "\n\n".join([*([table([("run", "iterations", "time left"), *rows])] if rows else []), summary])
 
 
 def queue_json(todo: Sequence[RunSpec], seconds: Mapping[str, float]) -> str:

@@ -12,7 +12,7 @@ from memnorm.lab import estimate_time, report
 from memnorm.lab.arms import registered, why_not
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
-from memnorm.lab.cli.queue import queue_json, queue_text, seconds_here, total
+from memnorm.lab.cli.queue import queue_json, queue_text, seconds_here, still, total
 from memnorm.lab.console import stderr, watching
 from memnorm.lab.environment import cores
 from memnorm.lab.errors import FAILED, OK, LabError, UsageError
@@ -194,6 +194,7 @@ def listing(
 
 def queue(specs: Sequence[RunSpec], store: Store, seconds: dict[str, float], arguments: Any) -> str:
     todo = [spec for spec in specs if store.run(spec).result() is None]
+    seconds = still(todo, seconds, store)
     if arguments.json:
         return queue_json(todo, seconds)
     return queue_text(todo, len(specs) - len(todo), seconds, arguments.jobs)
