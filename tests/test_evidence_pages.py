@@ -406,6 +406,27 @@ def test_it_is_said_which_runs_were_recalibrated_with_their_memory_and_what_that
     assert "without is 0.05 points on average, −0.10 to 0.20 (`benchmarks/" in text
 
 
+def test_it_is_said_whether_trained_networks_went_on_as_they_are_written(pages, tmp_path):
+    record(tmp_path, FIRST, WORSE)
+    assert "later or with real data would escape it" in made(pages, tmp_path)["evidence.md"]
+    runs = [
+        {"network": network, "strength": strength, "steps": 60, "test_images": 1000, "apart": apart}
+        | {"lab": {"test_error": 9.5}, "literal": {"test_error": 9.5}}
+        for network, strength, apart in (("ResNet-8", 0.9, 3e-13), ("ResNet-56", 0.1, 2.4e-12))
+    ]
+    measured = {"where": {"commit": "abc", "machine": "Some machine"}, "runs": runs}
+    path = tmp_path / "late_and_literal.json"
+    path.write_text(json.dumps(measured))
+    text = made(pages, tmp_path)["evidence.md"]
+    assert "would escape it" not in text
+    assert "2 trained networks (ResNet-56, ResNet-8) went on for 60 steps on the last batches of the run" in text
+    assert "with λ = 0.1, 0.9, in the lab and written out" in text
+    assert "at most 2e-12 of the way they had come, and the test errors on 1,000 images were equal (`bench" in text
+    runs[1]["literal"]["test_error"] = 9.6
+    path.write_text(json.dumps(measured))
+    assert "images were not equal in 1 of 2 (" in made(pages, tmp_path)["evidence.md"]
+
+
 def test_the_report_has_the_tables_of_the_studies_and_claims_no_times(pages, tmp_path):
     record(tmp_path, FIRST, BETTER, test_error_recalibrated=30.5)
     html = made(pages, tmp_path)["static/report.html"]

@@ -41,6 +41,7 @@ from memnorm.lab.report.collect import collect
 from memnorm.lab.report.model import RECALIBRATED, Grid, Section
 from memnorm.lab.statistics import number
 
+MEASURED = ("recalibration", "late_and_literal")  # results of benchmarks that are told here
 TITLE = "Memorized Batch Normalization: the runs behind our evidence"
 ABOUT = (
     "First the tables of our evidence page, then every run behind them. Times in this report are no measurements: the "
@@ -49,10 +50,10 @@ ABOUT = (
 
 
 def page(
-    found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collection[str], measured: Mapping[str, Any] | None
+    found: Findings, bench: Mapping[str, Any], digits: str, drawn: Collection[str], measured: Mapping[str, Any]
 ) -> str:
     """docs/evidence.md; `digits` is the section on the small comparison that needs no download, `drawn` the figures
-    that there are, `measured` what recalibrating with and without the memory gave.
+    that there are, `measured` what each of `MEASURED` gave, None if it was not tried.
     """
     return (
         "\n\n".join(
@@ -73,10 +74,10 @@ def page(
                 "## Which norm should I use?",
                 bullets(choices(found)),
                 "## Where does it come out otherwise than in the paper?",
-                *reasons(found),
+                *reasons(found, measured["late_and_literal"]),
                 "## Which part of the method does what?",
                 *parts(found),
-                *both_ways(found, measured),
+                *both_ways(found, measured["recalibration"]),
                 *(text for study in found.studies for text in section(found, study, drawn)),
                 "## Digits",
                 digits,
@@ -243,8 +244,8 @@ def report(found: Findings, root: Any) -> str | None:
 
 def render(found: Findings, bench: Mapping[str, Any], digits: str, root: Any) -> dict[str, str]:
     """The files below docs/."""
-    drawn, path = evidence_figures.pictures(found), Path(root) / "recalibration.json"
-    measured = json.loads(path.read_text()) if path.exists() else None
+    drawn, paths = evidence_figures.pictures(found), {name: Path(root) / f"{name}.json" for name in MEASURED}
+    measured = {name: json.loads(path.read_text()) if path.exists() else None for name, path in paths.items()}
     made = {
         "evidence.md": page(found, bench, digits, drawn, measured),
         "claims.md": claims_page.page(Material(found, bench)),

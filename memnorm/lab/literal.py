@@ -1,0 +1,72 @@
+"""A training with everything written out, for the lab to be checked against: the paper's equations over layers that
+keep whole batches, momentum, weight decay and both forwards. In float64, and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from memnorm.lab import models
+from memnorm.lab.data.seeds import mix
+from memnorm.lab.spec import RunSpec
+from memnorm.reference import ReferenceBatchNorm, set_recording
+
+
+class Literal:
+    """Network and velocities of a run with BN or MBN; learning rate and strength are told at each step."""
+
+    def __init__(self, spec: RunSpec, classes: int, shape: tuple[int, int, int]) -> None:
+        self.spec = spec
+        torch.manual_seed(mix(spec.seed, "weights"))
+        self.network = models.build(spec.model, classes=classes, image_shape=shape).double()
+        if spec.norm == "mbn":
+            _use_reference(self.network, spec.norm_options.get("memory_size", 20))
+        self.layers = [layer for layer in self.network.modules() if isinstance(layer, ReferenceBatchNorm)]
+        self.velocity = [torch.zeros_like(one) for one in self.network.parameters()]
+        self.losses: list[float] = []  # of the images since they were asked for
+        self.wrong: list[bool] = []
+
+    def step(self, images: Tensor, labels: Tensor, *, learning_rate: float, strength: float) -> None:
+        double = self.spec.scheme == "double"
+        for layer in self.layers:
+            layer.strength = strength
+        set_recording(self.layers, not double)
+        scores = self.network(images.double())
+        losses = nn.functional.cross_entropy(scores, labels, reduction="none")
+        self.losses += losses.tolist()
+        self.wrong += (scores.argmax(1) != labels).tolist()
+        gradients = torch.autograd.grad(losses.mean(), list(self.network.parameters()))
+        with torch.no_grad():
+            for one, gradient, velocity in zip(self.network.parameters(), gradients, self.velocity, strict=True):
+                velocity.mul_(self.spec.momentum).add_(gradient + self.spec.weight_decay * one)
+                one.sub_(learning_rate * velocity)
+            if double:
+                set_recording(self.layers, True)
+                self.network(images.double())
+
+    def training_error(self) -> dict[str, float]:
+        """Of the steps since this was asked before."""
+        told = {"train_loss": _mean(self.losses), "train_error": 100 * _mean(self.wrong)}
+        self.losses, self.wrong = [], []
+        return told
+
+    @torch.no_grad()
+    def test_error(self, images: Tensor, labels: Tensor) -> dict[str, float]:
+        scores = self.network.eval()(images.double())
+        self.network.train()
+        loss = nn.functional.cross_entropy(scores, labels)
+        return {"test_loss": loss.item(), "test_error": 100 * _mean((scores.argmax(1) != labels).tolist())}
+
+
+def _use_reference(module: nn.Module, memory_size: int) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            setattr(module, name, ReferenceBatchNorm(child.num_features, memory_size=memory_size))
+        _use_reference(child, memory_size)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
