@@ -67,7 +67,7 @@ def test_without_a_record_everything_is_said_to_be_missing(pages, short, tmp_pat
     assert "BN not run yet here, 19.64 in the paper; MBN-2 not run yet here, 15.37" in short.headline(found(tmp_path))
     told = short.summary(found(tmp_path))
     assert "in 0 and more in 0; the others are not run yet (7). A gain over BN is so far the paper's claim" in told
-    assert told.count("| – | – | – | not run yet |") == 7
+    assert told.count("| – | – | – | – | not run yet |") == 7
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_claims_are_sorted_by_how_they_stand(pages, tmp_path):
 def test_a_difference_that_is_certain_only_by_itself_may_be_chance(pages, short, tmp_path):
     record(tmp_path, FIRST, {"BN": [34.0, 34.4, 33.8, 34.1, 34.2], "MBN-2": [33.0, 34.2, 32.6, 34.0, 33.3]})
     cells = cells_of(short.summary(found(tmp_path)), "ResNet-20 at batch size 8, 20,000 iterations")
-    assert cells[1:] == ["−0.68", "−1.30 to −0.06", "lower in 5 of 5 seeds", "may be chance"]
+    assert cells[1:] == ["−0.68", "−1.30 to −0.06", "0.84 points", "lower in 5 of 5 seeds", "may be chance"]
     helps = part(made(pages, tmp_path)["evidence.md"], "When does MBN help, and by how much?")
     assert "0.68 points below BN's, which may be chance once all comparisons of the study are counted (95 %" in helps
 
