@@ -4,8 +4,8 @@ how far the two come apart to results/late_and_literal.json.
     memnorm evidence ablation-resnet8 --keep-weights …
     python benchmarks/late_and_literal.py runs path/to/data
 
-Takes every finished run of MBN below the first folder that kept its weights, and whose options the reference has. Both
-begin with the trained weights, empty memories and no momentum, in float64.
+Takes every finished run of MBN below the first folder that kept its weights; says of which it cannot be done, and why.
+Both begin with the trained weights, empty memories and no momentum, in float64, and see the same images.
 """
 
 from __future__ import annotations
@@ -16,32 +16,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from memnorm.lab import environment
 from memnorm.lab.data.plans import order
+from memnorm.lab.errors import UsageError
 from memnorm.lab.evidence.findings import model_name
 from memnorm.lab.literal import Literal
 from memnorm.lab.store import Store, StoredRun
 from memnorm.lab.training import Training, load_data, sources
+from memnorm.milestones import in_steps
 
 OUT = Path(__file__).resolve().parent.parent / "results/late_and_literal.json"
-STEPS = 60  # three times the memory; both milestones are behind
+STEPS = 60  # three times the memory
 TEST_IMAGES = 1000
 
 
-def compared(run: StoredRun, data_root: Path) -> dict[str, Any]:
-    spec = run.spec.but(precision="float64", test_images=TEST_IMAGES)
+def compared(run: StoredRun, data_root: Path | None, steps: int, test_images: int) -> dict[str, Any]:
+    """How far the lab and what is written out are apart after these steps.
+
+    Raises:
+        UsageError: the run is not of the kind that can be compared.
+    """
+    spec = run.spec.but(precision="float64", test_images=test_images)
+    start = spec.iterations - steps
+    last = in_steps(spec.milestones[-1], spec.iterations) if spec.milestones else 0
+    if spec.schedule != "step" or spec.warmup or start < last:
+        raise UsageError(f"the last {steps} steps of {run.spec.name} are not all behind the last milestone")
     data = load_data(spec, data_root)
     train, test = sources(spec, data)
-    lab, literal = Training(spec, data.classes, data.shape, "cpu"), Literal(spec, data.classes, data.shape)
+    literal = Literal(spec, data.classes, data.shape)
+    lab = Training(spec, data.classes, data.shape, "cpu", bool(run.environment.get("channels_last")))
     weights = torch.load(run.path / "weights.pt", weights_only=True)
     for network in (lab.model, literal.network):
         for name, parameter in network.named_parameters():
             parameter.data.copy_(weights[name])
-    start = spec.iterations - STEPS
     assert lab.strength is not None
     lab.strength.load_state_dict(lab.strength.state_dict() | {"last_step": start})
+    rate = spec.base_learning_rate / 10 ** len(spec.milestones)
     plan = order(
         train.labels,
         sampler=spec.sampler,
@@ -49,25 +60,27 @@ def compared(run: StoredRun, data_root: Path) -> dict[str, Any]:
         iterations=spec.iterations,
         seed=spec.seed,
         start=start,
+        classes_per_batch=spec.classes_per_batch,
         augment=spec.augment,
     )
     for iteration, (images, labels) in enumerate(train.batches(plan), start):
-        lab.step(iteration, images, labels)
-        literal.step(images, labels, learning_rate=0.01 * spec.base_learning_rate, strength=spec.strength[-1])
-    ours, theirs = lab.tally.summary("train") | lab.evaluate(test, 0), literal.training_error()
-    unseen: list[tuple[Tensor, Tensor]] = list(lab.swept(test, 0))
-    images, labels = (torch.cat(part) for part in zip(*unseen, strict=True))
+        if not lab.step(iteration, images, labels):
+            raise UsageError(f"{run.spec.name} diverges when it goes on")
+        literal.step(images, labels, learning_rate=rate, strength=spec.strength[-1])
+    theirs = literal.training_error()
+    images, labels = (torch.cat(part) for part in zip(*lab.swept(test, 0), strict=True))
     theirs |= literal.test_error(images, labels)
-    moved = dict(lab.model.named_parameters())
+    ours, moved = lab.tally.summary("train") | lab.evaluate(test, 0), dict(lab.model.named_parameters())
     apart = [
         (moved[name] - wanted).norm() / (wanted - weights[name]).norm()
         for name, wanted in literal.network.named_parameters()
     ]
     return {
+        "run": run.spec.name,
+        "network": model_name(spec),
         "strength": spec.strength[-1],
-        "steps": STEPS,
-        "test_images": TEST_IMAGES,
-        "apart": max(apart).item(),  # in parts of how far these steps have moved the weights
+        "channels_last": bool(run.environment.get("channels_last")),
+        "apart": torch.stack(apart).max().item(),  # in parts of how far these steps have moved the weights
         "lab": {name: ours[name] for name in theirs},
         "literal": theirs,
     }
@@ -75,12 +88,18 @@ def compared(run: StoredRun, data_root: Path) -> dict[str, Any]:
 
 def main(runs: str, data_root: str) -> None:
     torch.set_num_threads(1)
-    known = [run for run in Store(Path(runs)).runs() if run.spec.norm == "mbn" and not run.spec.norm_options]
-    kept = [run for run in known if run.result is not None and (run.path / "weights.pt").exists()]
-    if not kept:
-        raise SystemExit(f"no finished run of MBN below {runs} has kept its weights; see --keep-weights")
-    found = [{"run": run.spec.name, "network": model_name(run.spec), **compared(run, Path(data_root))} for run in kept]
-    OUT.write_text(json.dumps({"where": environment.session("cpu", 1, 0), "runs": found}, indent=1) + "\n")
+    found = []
+    for run in Store(Path(runs)).runs():
+        if run.spec.norm == "mbn" and run.result is not None and (run.path / "weights.pt").exists():
+            try:
+                found.append(compared(run, Path(data_root), STEPS, TEST_IMAGES))
+            except UsageError as error:
+                print(error)
+    if not found:
+        raise SystemExit(f"no finished run of MBN below {runs} that kept its weights can be compared; --keep-weights")
+    where = environment.session("cpu", 1, 0)
+    record = {"where": where, "steps": STEPS, "test_images": TEST_IMAGES, "runs": found}
+    OUT.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -374,9 +374,15 @@ def test_claims_are_sorted_by_how_they_stand(pages, tmp_path):
 def test_a_difference_that_is_certain_only_by_itself_may_be_chance(pages, short, tmp_path):
     record(tmp_path, FIRST, {"BN": [34.0, 34.4, 33.8, 34.1, 34.2], "MBN-2": [33.0, 34.2, 32.6, 34.0, 33.3]})
     cells = cells_of(short.summary(found(tmp_path)), "ResNet-20 at batch size 8, 20,000 iterations")
-    assert cells[1:] == ["−0.68", "−1.30 to −0.06", "0.84 points", "lower in 5 of 5 seeds", "may be chance"]
+    assert cells[1:] == ["−0.68", "−1.30 to −0.06", "about 1.3 points", "lower in 5 of 5 seeds", "may be chance"]
     helps = part(made(pages, tmp_path)["evidence.md"], "When does MBN help, and by how much?")
     assert "0.68 points below BN's, which may be chance once all comparisons of the study are counted (95 %" in helps
+
+
+def test_what_two_seeds_would_find_among_many_comparisons_is_nothing(short, tmp_path):
+    record(tmp_path, TINY, {"BN": [36.0, 36.1], "MBN-2": [38.0, 41.5]}, size=4)
+    cells = cells_of(short.summary(found(tmp_path)), "ResNet-8 at batch size 4, 40,000 iterations")
+    assert cells[3] == "no difference is"
 
 
 def test_numbers_that_are_left_out_are_said_to_be(pages, tmp_path):
@@ -410,21 +416,27 @@ def test_it_is_said_whether_trained_networks_went_on_as_they_are_written(pages, 
     record(tmp_path, FIRST, WORSE)
     assert "later or with real data would escape it" in made(pages, tmp_path)["evidence.md"]
     runs = [
-        {"network": network, "strength": strength, "steps": 60, "test_images": 1000, "apart": apart}
+        {"network": network, "strength": strength, "apart": apart}
         | {"lab": {"test_error": 9.5}, "literal": {"test_error": 9.5}}
         for network, strength, apart in (("ResNet-8", 0.9, 3e-13), ("ResNet-56", 0.1, 2.4e-12))
     ]
-    measured = {"where": {"commit": "abc", "machine": "Some machine"}, "runs": runs}
+    measured = {"where": {"commit": "abc", "machine": "Some machine"}, "steps": 60, "test_images": 1000, "runs": runs}
     path = tmp_path / "late_and_literal.json"
     path.write_text(json.dumps(measured))
     text = made(pages, tmp_path)["evidence.md"]
-    assert "would escape it" not in text
+    assert "real data would escape it" not in text
+    assert "to be trusted" not in text
     assert "2 trained networks (ResNet-56, ResNet-8) went on for 60 steps on the last batches of the run" in text
     assert "with λ = 0.1, 0.9, in the lab and written out" in text
-    assert "at most 2e-12 of the way they had come, and the test errors on 1,000 images were equal (`bench" in text
+    assert "2e-12 of the way that these steps had moved them, and the test errors on 1,000 images were equal (" in text
     runs[1]["literal"]["test_error"] = 9.6
     path.write_text(json.dumps(measured))
-    assert "images were not equal in 1 of 2 (" in made(pages, tmp_path)["evidence.md"]
+    text = made(pages, tmp_path)["evidence.md"]
+    assert "images were not equal in 1 of 2 (" in text
+    assert "there is a fault, and the runs are not to be trusted" in text
+    runs[1] |= {"apart": 1e-3, "literal": {"test_error": 9.5}}
+    path.write_text(json.dumps(measured))
+    assert "there is a fault, and the runs are not to be trusted" in made(pages, tmp_path)["evidence.md"]
 
 
 def test_the_report_has_the_tables_of_the_studies_and_claims_no_times(pages, tmp_path):

@@ -14,6 +14,7 @@ from memnorm.lab.report.model import RECALIBRATED
 from memnorm.lab.statistics import Difference, number
 
 LITERAL = "tests/lab/test_training_literally.py"
+ROUNDING = 1e-6  # of what steps in float64 have moved; they are apart by far less, a fault by far more
 HEAD = ("where", "iterations", "λ", "n", "training error", "test error", "test error − training error")
 
 
@@ -83,20 +84,24 @@ def _late(late: Mapping[str, Any] | None) -> str:
     small = "That is a small network for some tens of steps"
     if late is None:
         return f"{small}: a fault that shows only later or with real data would escape it."
-    runs, where = late["runs"], late["where"]
+    runs, where, apart = late["runs"], late["where"], max(run["apart"] for run in late["runs"])
     which = ", ".join(sorted({run["network"] for run in runs}))
     strengths = ", ".join(f"{one:g}" for one in sorted({run["strength"] for run in runs}))
     told = (
         f"{small}. So {'a trained network' if len(runs) == 1 else f'{len(runs)} trained networks'} ({which}) went on "
-        f"for {runs[0]['steps']} steps on the last batches of the run, with λ = {strengths}, in the lab and written "
-        f"out, in float64: afterwards the weights were apart by at most {max(run['apart'] for run in runs):.0e} of the "
-        "way they had come"
+        f"for {late['steps']} steps on the last batches of the run, with λ = {strengths}, in the lab and written out, "
+        "in float64, from empty memories and without momentum. Afterwards the weights were apart by at most "
+        f"{apart:.0e} of the way that these steps had moved them"
     )
     unequal = sum(run["lab"]["test_error"] != run["literal"]["test_error"] for run in runs)
     errors = "equal" if not unequal else f"not equal in {unequal} of {len(runs)}"
+    source = f"`benchmarks/late_and_literal.py`; commit {where['commit']}, {where['machine']}"
+    told += f", and the test errors on {late['test_images']:,} images were {errors} ({source})."
+    if unequal or apart > ROUNDING:
+        return f"{told} **That is more than rounding: there is a fault, and the runs are not to be trusted.**"
     return (
-        f"{told}, and the test errors on {runs[0]['test_images']:,} images were {errors} "
-        f"(`benchmarks/late_and_literal.py`; commit {where['commit']}, {where['machine']})."
+        f"{told} Both see the same images, so that a fault in how images are prepared would escape this, as would one "
+        "that shows in float32 alone and only after many steps."
     )
 
 

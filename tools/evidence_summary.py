@@ -23,7 +23,8 @@ from evidence_tables import (
 
 from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.findings import Findings, Found, apart, gap_text, interval_text, model_name, seeds_text
-from memnorm.lab.evidence.standing import corrected_p
+from memnorm.lab.evidence.standing import corrected_p, family
+from memnorm.lab.report.verdict import rounded
 from memnorm.lab.statistics import CONFIDENCE, Difference, number
 from memnorm.text import capital
 
@@ -62,8 +63,9 @@ def summary(found: Findings) -> str:
     where = f" These are small networks, trained {_where(found)}, on no GPU."
     rows = [markdown_row(cells) for cells in (HEAD, ["---"] * len(HEAD), *(line.cells for line in lines))]
     note = (
-        "*Found reliably from*: the true difference that an experiment with so many seeds and this spread finds four "
-        "times in five, as a comparison by itself. What is smaller may be there and was not seen."
+        "*Found reliably from*: with so many seeds and this spread, a true difference of that size would be found four "
+        "times in five, counting all comparisons of its study. It is a rough number: with few seeds the spread itself "
+        "is hardly known."
     )
     return "\n".join([told + sure + where, "", *rows, "", note])
 
@@ -77,13 +79,13 @@ def _line(found: Findings, ours: Found, base: Found) -> Line:
     kind = _kind(gap, corrected_p(found, ours, base))
     if kind == LESS and ours.failed:  # the seeds that are left are the good ones
         kind = FAILED
-    numbers = [number(gap.mean), interval_text(gap) or "–", _reliable(gap), seeds_text(gap)]
+    numbers = [number(gap.mean), interval_text(gap) or "–", _reliable(gap, family(found, ours.study)), seeds_text(gap)]
     return Line(kind, [ours.place, *numbers, f"{kind}{failed}"])
 
 
-def _reliable(gap: Difference) -> str:
-    least = gap.detectable()
-    return "–" if least is None else "nothing" if least >= 100 else f"{number(least)} points"  # percent of images
+def _reliable(gap: Difference, comparisons: int) -> str:
+    least = gap.detectable(comparisons)
+    return "–" if least is None else "no difference is" if least >= 100 else f"about {rounded(least)} points"
 
 
 def _kind(gap: Difference, corrected: float | None) -> str:

@@ -4,24 +4,33 @@ keep whole batches, momentum, weight decay and both forwards. In float64, and sl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from memnorm.lab import models
 from memnorm.lab.data.seeds import mix
+from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import RunSpec
 from memnorm.reference import ReferenceBatchNorm, set_recording
 
+ARMS = {("bn", "single"), ("mbn", "single"), ("mbn", "double")}
+
 
 class Literal:
-    """Network and velocities of a run with BN or MBN; learning rate and strength are told at each step."""
+    """Network and velocities of a run with BN or MBN; learning rate and strength are told at each step.
+
+    Raises:
+        UsageError: something of the run is not written out here.
+    """
 
     def __init__(self, spec: RunSpec, classes: int, shape: tuple[int, int, int]) -> None:
         self.spec = spec
         torch.manual_seed(mix(spec.seed, "weights"))
-        self.network = models.build(spec.model, classes=classes, image_shape=shape).double()
+        self.network = models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options).double()
+        if missing := list(_not_written_out(spec, self.network)):
+            raise UsageError(f"{spec.name} cannot be trained literally: {', '.join(missing)}")
         if spec.norm == "mbn":
             _use_reference(self.network, spec.norm_options.get("memory_size", 20))
         self.layers = [layer for layer in self.network.modules() if isinstance(layer, ReferenceBatchNorm)]
@@ -49,7 +58,7 @@ class Literal:
 
     def training_error(self) -> dict[str, float]:
         """Of the steps since this was asked before."""
-        told = {"train_loss": _mean(self.losses), "train_error": 100 * _mean(self.wrong)}
+        told = {"train_loss": sum(self.losses) / len(self.losses), "train_error": _percent(self.wrong)}
         self.losses, self.wrong = [], []
         return told
 
@@ -58,15 +67,28 @@ class Literal:
         scores = self.network.eval()(images.double())
         self.network.train()
         loss = nn.functional.cross_entropy(scores, labels)
-        return {"test_loss": loss.item(), "test_error": 100 * _mean((scores.argmax(1) != labels).tolist())}
+        return {"test_loss": loss.item(), "test_error": _percent((scores.argmax(1) != labels).tolist())}
+
+
+def _not_written_out(spec: RunSpec, network: nn.Module) -> Iterator[str]:
+    if (spec.norm, spec.scheme) not in ARMS:
+        yield f"the norm {spec.norm}, {spec.scheme} forward"
+    if spec.norm_options.keys() - {"memory_size"}:
+        yield f"norm options {spec.norm_options}"
+    if spec.scheme == "double" and (spec.every, spec.fraction) != (1, 1.0):
+        yield f"every={spec.every}, fraction={spec.fraction:g}"
+    if spec.processes > 1:
+        yield f"{spec.processes} processes"
+    if any(isinstance(module, nn.Dropout) and module.p for module in network.modules()):
+        yield "dropout"
 
 
 def _use_reference(module: nn.Module, memory_size: int) -> None:
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm2d):
-            setattr(module, name, ReferenceBatchNorm(child.num_features, memory_size=memory_size))
+            setattr(module, name, ReferenceBatchNorm(child.num_features, memory_size=memory_size, eps=child.eps))
         _use_reference(child, memory_size)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _percent(wrong: Sequence[bool]) -> float:
+    return 100 * sum(wrong) / len(wrong)

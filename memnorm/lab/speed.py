@@ -1,7 +1,7 @@
 """How fast this machine is: the work that a network asks for, and what a unit of it costs here, timed once.
 
 Work is counted on tensors without data. Its prices are those that explain the steps of two small networks, and what a
-norm adds, by (norm, options, scheme), is what their steps take beyond batch norm's.
+norm adds is what the steps of the smaller take beyond batch norm's; one that is cheaper is taken to cost as much.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from memnorm.errors import MemnormError
 from memnorm.lab.data import EVALUATION_BATCH
+from memnorm.lab.errors import LabError
 from memnorm.lab.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -160,7 +162,7 @@ def added(norm: str, options: str, scheme: str, threads: int = 0, device: str = 
     speed, work = calibrate(threads, device), work_of(run.model, "{}", CLASSES, SHAPE)
     assert work is not None
     arm, plain = PLAIN, [speed.step(work, batch) for batch in (SMALL, LARGE)]
-    with contextlib.suppress(Exception), _measuring(threads):
+    with contextlib.suppress(MemnormError), _measuring(threads):
         once = plain if norm == "bn" else [_step_time(run.but(batch_size=batch), device) for batch in (SMALL, LARGE)]
         arm = Arm(_extra(work, once, plain))
         if scheme == "double":
@@ -212,7 +214,12 @@ def _step_time(spec: RunSpec, device: str) -> float:
 
     training = Training(spec.but(learning_rate=1e-3), CLASSES, SHAPE, device)  # low: what diverges is not a step
     pixels, labels = torch.randn(spec.batch_size, *SHAPE), torch.arange(spec.batch_size) % CLASSES
-    return _fastest(lambda: training.step(0, pixels, labels), device)
+
+    def step() -> None:
+        if not training.step(0, pixels, labels):
+            raise LabError(f"{spec.arm} diverges at once")  # and is no step, without a backward
+
+    return _fastest(step, device)
 
 
 def _update_time(device: str) -> float:

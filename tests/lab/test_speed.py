@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from memnorm.errors import NothingToConvert
 from memnorm.lab import speed
+from memnorm.lab.errors import LabError
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.speed import LARGE, SMALL, Arm, Extra, Speed, Work, count
 
@@ -66,7 +68,7 @@ def timed(monkeypatch):
 
     def step_time(spec, device):
         if spec.norm == "normprop":
-            raise RuntimeError("such a network cannot be trained")
+            raise NothingToConvert("such a network cannot be trained")
         seen.append((spec.norm, spec.norm_options, spec.scheme, spec.batch_size))
         arm = Arm() if spec.norm == "bn" else SLOW
         return SPEED.step(WORK, spec.batch_size, arm, second=float(spec.scheme == "double"))
@@ -114,11 +116,20 @@ def test_calibration_uses_the_wanted_threads_and_restores_them_and_the_random_nu
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_fault_is_not_taken_for_a_norm_that_cannot_be_timed(timed, monkeypatch):
+    monkeypatch.setattr(speed, "_step_time", None)
+    with pytest.raises(TypeError):
+        speed.added.__wrapped__("mbn", "{}", "single")
+
+
 @pytest.mark.slow
-def test_calibration_on_this_machine_gives_prices():
-    found = speed.calibrate(threads=1)
+def test_calibration_on_this_machine_gives_prices(monkeypatch):
+    found, timed, step_time = speed.calibrate(threads=1), [], speed._step_time
     assert min(found.parameter, found.flop) > 0
-    assert found.step(WORK, 8, speed.added("mbn", "{}", "double", 1), second=1.0) > 0
+    monkeypatch.setattr(speed, "_step_time", lambda *arguments: timed.append(step_time(*arguments)) or timed[-1])
+    speed.added.__wrapped__("mbn", "{}", "double", 1)
+    assert len(timed) == 4
+    assert min(timed) > 1e-4
 
 
 @pytest.mark.parametrize(("norm", "scheme"), [("bn", "single"), ("mbn", "double"), ("mabn", "single")])
@@ -126,6 +137,12 @@ def test_a_step_of_a_real_network_is_timed(monkeypatch, norm, scheme):
     monkeypatch.setattr(speed, "PATIENCE", 0.0)
     run = RunSpec(model="resnet8", norm=norm, scheme=scheme, batch_size=2)
     assert 1e-4 < speed._step_time(run, "cpu") < 60
+
+
+def test_what_diverges_at_once_is_not_timed(monkeypatch):
+    monkeypatch.setattr("memnorm.lab.training.Training.step", lambda *_: False)
+    with pytest.raises(LabError, match="MABN diverges at once"):
+        speed._step_time(RunSpec(model="resnet8", norm="mabn", batch_size=2), "cpu")
 
 
 def test_no_wish_for_threads_leaves_them_alone():

@@ -24,7 +24,7 @@ from memnorm.text import suggestion, table
 
 EXAMPLES = """
 examples:
-  memnorm evidence --list                                 studies, arms, what is done, estimated time here
+  memnorm evidence --list                                 studies, arms, what is done, estimated time left
   memnorm evidence --jobs 2                               all of it, two runs side by side on one thread each
   memnorm evidence small-batch-resnet20 --only "MBN*" --jobs 2
   memnorm evidence --miniature --runs /tmp/runs --records /tmp/records    seconds, numbers mean nothing

@@ -22,7 +22,9 @@ def seconds_here(specs: Sequence[RunSpec], stored: Iterable[StoredRun], threads:
 
 
 def still(specs: Iterable[RunSpec], seconds: Mapping[str, float], runs: Store) -> dict[str, float]:
-    """The seconds that are left of these runs, some of which may have been begun."""
+    """The seconds that are left of these runs, some of which may have been begun. A recalibration, which comes at the
+    end, is spread over the run.
+    """
     return {
         spec.digest: seconds[spec.digest] * max(1 - reached(runs.run(spec).path) / spec.iterations, 0.0)
         for spec in specs

@@ -61,10 +61,15 @@ def standings(findings: Findings, study: Study) -> list[Standing]:
         base = findings.arm(study.name, study.baseline, one.arm.spec.batch_size)
         if one.label != study.baseline and base is not None:
             found.append(Standing(one, apart(one, base)))
-    family = [one for one in found if one.found.arm.seeds > 1]
-    corrected = holm([1.0 if (p := _alone_p(one)) is None else p for one in family])
-    by_arm = {one.found.arm.key: p for one, p in zip(family, corrected, strict=True) if _alone_p(one) is not None}
+    tested = [one for one in found if one.found.arm.seeds > 1]
+    corrected = holm([1.0 if (p := _alone_p(one)) is None else p for one in tested])
+    by_arm = {one.found.arm.key: p for one, p in zip(tested, corrected, strict=True) if _alone_p(one) is not None}
     return [replace(one, p=by_arm.get(one.found.arm.key)) for one in found]
+
+
+def family(findings: Findings, study: Study) -> int:
+    """How many comparisons p-values are corrected for."""
+    return sum(one.found.arm.seeds > 1 for one in standings(findings, study))
 
 
 def corrected_p(findings: Findings, first: Found, second: Found) -> float | None:

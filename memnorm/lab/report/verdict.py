@@ -211,7 +211,7 @@ class Scope:
         could = clearest.difference.detectable(len(self.tested))
         if could is not None and could < 100:  # percent
             where = "there" if which else "here"
-            words += f"; a difference below about {_rounded(could)} points would not have been seen reliably {where}"
+            words += f"; a difference below about {rounded(could)} points would not have been seen reliably {where}"
         return words
 
     def _compared(self) -> list[str]:
@@ -348,6 +348,6 @@ def _of(arm: str) -> str:
     return f"{arm}'s" if not arm.endswith("S") else f"{arm}'"
 
 
-def _rounded(value: float) -> str:
+def rounded(value: float) -> str:
     """It is a rough number."""
     return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 10 else f"{value:.0f}"
