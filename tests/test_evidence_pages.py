@@ -379,12 +379,6 @@ def test_a_difference_that_is_certain_only_by_itself_may_be_chance(pages, short,
     assert "0.68 points below BN's, which may be chance once all comparisons of the study are counted (95 %" in helps
 
 
-def test_what_two_seeds_would_find_among_many_comparisons_is_nothing(short, tmp_path):
-    record(tmp_path, TINY, {"BN": [36.0, 36.1], "MBN-2": [38.0, 41.5]}, size=4)
-    cells = cells_of(short.summary(found(tmp_path)), "ResNet-8 at batch size 4, 40,000 iterations")
-    assert cells[3] == "no difference is"
-
-
 def test_numbers_that_are_left_out_are_said_to_be(pages, tmp_path):
     record(tmp_path, FIRST, {**BETTER, "BRN-2": [37.0, 38.0]}, test_error_recalibrated=41.0)
     assert "are left out" not in made(pages, tmp_path)["evidence.md"]

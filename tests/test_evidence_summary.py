@@ -24,6 +24,7 @@ def test_every_comparison_is_in_the_summary_the_losses_and_the_diverged_as_well(
     assert cells_of(told, "ResNet-20 at batch size 8, 20,000 iterations")[1:] == [
         "−2.98",
         "−3.14 to −2.82",
+        "about 0.34 points",
         "lower in 5 of 5 seeds",
         "less error",
     ]
@@ -31,14 +32,20 @@ def test_every_comparison_is_in_the_summary_the_losses_and_the_diverged_as_well(
         "higher in 3 of 3 seeds",
         "more error",
     ]
-    one_seed = ["−2.00", "–", "n = 1", "one seed, no claim"]
+    one_seed = ["−2.00", "–", "–", "n = 1", "one seed, no claim"]
     assert cells_of(told, "ResNet-8 at batch size 2, 80,000 iterations")[1:] == one_seed
     failed = "failed to train; MBN-2 diverged in 1 of 1 seeds"
-    assert cells_of(told, "ResNet-56 at batch size 8, 78,200 iterations")[1:] == ["–", "–", "–", failed]
+    assert cells_of(told, "ResNet-56 at batch size 8, 78,200 iterations")[1:] == ["–", "–", "–", "–", failed]
     assert (
         "Of 7 comparisons that we planned on CIFAR-10, MBN-2 was found to have less error than BN in 1 and more in 1; "
         "the others have one seed (1), failed to train (1), are not run yet (3). These are small networks" in told
     )
+
+
+def test_what_two_seeds_would_find_among_many_comparisons_is_nothing(short, tmp_path):
+    record(tmp_path, TINY, {"BN": [36.0, 36.1], "MBN-2": [38.0, 41.5]}, size=4)
+    cells = cells_of(short.summary(found(tmp_path)), "ResNet-8 at batch size 4, 40,000 iterations")
+    assert cells[3] == "no difference is"
 
 
 def test_readme_waits_for_two_seeds_of_both_and_says_what_is_missing_or_diverged(short, tmp_path):
