@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from memnorm.lab import environment
-from memnorm.lab.data.plans import order
 from memnorm.lab.errors import UsageError
 from memnorm.lab.evidence.findings import model_name
 from memnorm.lab.literal import Literal
 from memnorm.lab.store import Store, StoredRun
-from memnorm.lab.training import Training, load_data, sources
+from memnorm.lab.training import Training, drawn, load_data, sources
 from memnorm.milestones import in_steps
 
 OUT = Path(__file__).resolve().parent.parent / "results/late_and_literal.json"
@@ -53,17 +52,7 @@ def compared(run: StoredRun, data_root: Path | None, steps: int, test_images: in
     assert lab.strength is not None
     lab.strength.load_state_dict(lab.strength.state_dict() | {"last_step": start})
     rate = spec.base_learning_rate / 10 ** len(spec.milestones)
-    plan = order(
-        train.labels,
-        sampler=spec.sampler,
-        batch_size=spec.batch_size,
-        iterations=spec.iterations,
-        seed=spec.seed,
-        start=start,
-        classes_per_batch=spec.classes_per_batch,
-        augment=spec.augment,
-    )
-    for iteration, (images, labels) in enumerate(train.batches(plan), start):
+    for iteration, (images, labels) in enumerate(train.batches(drawn(spec, train.labels, start)), start):
         if not lab.step(iteration, images, labels):
             raise UsageError(f"{run.spec.name} diverges when it goes on")
         literal.step(images, labels, learning_rate=rate, strength=spec.strength[-1])

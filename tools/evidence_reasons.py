@@ -62,13 +62,9 @@ def _suspects(run: Sequence[Comparison], late: Mapping[str, Any] | None) -> list
     rate = f"learning rate {HEADLINE.base_learning_rate:g}"
     setting = f"{model_name(HEADLINE)}, {HEADLINE.iterations:,} iterations, {rate}"
     cells = [one for one in run if one.ours.arm.cell]
-    own = (
-        f"has not been run with both {OURS} and {BASE}"
-        if not cells
-        else "is among them"
-        if cells[0].gap.mean > 0
-        else "is not among them"
-    )
+    own = f"has not been run with both {OURS} and {BASE}"
+    if cells:
+        own = "is among them" if cells[0].gap.mean > 0 else "is not among them"
     again = [
         f"{one.ours.place}: from {number(one.gap.mean)} to {number(gap.mean)} points ({evidence_text(gap)})"
         for one in run

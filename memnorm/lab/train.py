@@ -18,7 +18,7 @@ import torch
 from memnorm.errors import NothingToRecord
 from memnorm.lab import checkpoint, environment
 from memnorm.lab.arms import why_not
-from memnorm.lab.data import Data, epoch_length, order
+from memnorm.lab.data import Data, epoch_length
 from memnorm.lab.disk import replacing
 from memnorm.lab.errors import Interrupted, LabError, UsageError
 from memnorm.lab.listen import Listener
@@ -30,6 +30,7 @@ from memnorm.lab.training import (
     Tally,
     Training,
     choose_device,
+    drawn,
     load_data,
     recalibration_source,
     set_threads,
@@ -105,11 +106,10 @@ class _Run:
 
     def _plan(self) -> Iterator[tuple[torch.Tensor, int | None]]:
         labels, spec = self.train_source.labels, self.spec
-        drawing: dict[str, Any] = {"sampler": spec.sampler, "batch_size": spec.batch_size}
-        drawing["classes_per_batch"] = spec.classes_per_batch
-        self.epoch_length = epoch_length(labels, **drawing)
-        drawing |= {"iterations": spec.iterations, "seed": spec.seed, "augment": spec.augment}
-        return self.team.shares(order(labels, start=self.iteration, **drawing))
+        self.epoch_length = epoch_length(
+            labels, sampler=spec.sampler, batch_size=spec.batch_size, classes_per_batch=spec.classes_per_batch
+        )
+        return self.team.shares(drawn(spec, labels, self.iteration))
 
     def to_the_end(self) -> dict[str, Any]:
         self.listener.began(self.spec, self.iteration)

@@ -257,6 +257,20 @@ def sources(spec: RunSpec, data: Data) -> tuple[Source, Source]:
     return train, test
 
 
+def drawn(spec: RunSpec, labels: Tensor, start: int = 0) -> Iterator[tuple[Tensor, int | None]]:
+    """Indices and augmentation seed of each batch of the run, from the iteration `start` on."""
+    return data_sets.order(
+        labels,
+        sampler=spec.sampler,
+        batch_size=spec.batch_size,
+        iterations=spec.iterations,
+        seed=spec.seed,
+        start=start,
+        classes_per_batch=spec.classes_per_batch,
+        augment=spec.augment,
+    )
+
+
 def recalibration_source(spec: RunSpec, data: Data) -> Source | None:
     """What to measure statistics on after the last step: the first training images in the order of the split, which is
     random, so that every batch is a sample of all; the same for all seeds and norms.
