@@ -124,7 +124,7 @@ def test_a_fault_is_not_taken_for_a_norm_that_cannot_be_timed(timed, monkeypatch
 
 @pytest.mark.slow
 def test_calibration_on_this_machine_gives_prices(monkeypatch):
-    found, timed, step_time = speed.calibrate(threads=1), [], speed._step_time
+    found, timed, step_time = speed.calibrate(1, "cpu"), [], speed._step_time  # called as `added` calls it: cached
     assert min(found.parameter, found.flop) > 0
     monkeypatch.setattr(speed, "_step_time", lambda *arguments: timed.append(step_time(*arguments)) or timed[-1])
     speed.added.__wrapped__("mbn", "{}", "double", 1)
