@@ -64,7 +64,7 @@ def _suspects(run: Sequence[Comparison], late: Mapping[str, Any] | None) -> list
     cells = [one for one in run if one.ours.arm.cell]
     own = f"has not been run with both {OURS} and {BASE}"
     if cells:
-        own = "is among them" if cells[0].gap.mean > 0 else "is not among them"
+        own = f"{'is' if cells[0].gap.mean > 0 else 'is not'} among those where {OURS} has more error"
     again = [
         f"{one.ours.place}: from {number(one.gap.mean)} to {number(gap.mean)} points ({evidence_text(gap)})"
         for one in run
