@@ -182,7 +182,8 @@ def test_the_papers_number_stands_in_its_own_study_only(pages, short, tmp_path):
     assert "one seed, no claim: MBN-2's error is 4.00 points below BN's" in text
     told = short.readme(found(tmp_path))
     assert "BN 20.00 (n = 1) here, 19.64 in the paper" in told
-    sentence = "MBN-2 minus BN is −4.00 points here and −4.27 in the paper: the same sign."
+    sentence = "MBN-2 minus BN is −4.00 points here and −4.27 in the paper: the same sign. "
+    sentence += "Beside the paper's own numbers BN has 0.36 points more and MBN-2 0.63 points more error here."
     assert sentence in told
     assert sentence in part(text, study(HEADLINE).title)
     assert text.count("in the paper: the") == 1
@@ -191,7 +192,8 @@ def test_the_papers_number_stands_in_its_own_study_only(pages, short, tmp_path):
 def test_a_sign_that_is_not_the_papers_is_said_to_be_the_opposite(pages, short, tmp_path):
     record(tmp_path, HEADLINE, {"BN": [18.0], "MBN-2": [18.5]})
     text = part(made(pages, tmp_path)["evidence.md"], study(HEADLINE).title)
-    assert "MBN-2 minus BN is 0.50 points here and −4.27 in the paper: the opposite sign." in text
+    assert "MBN-2 minus BN is 0.50 points here and −4.27 in the paper: the opposite sign. Beside" in text
+    assert "BN has 1.64 points less and MBN-2 3.13 points more error here." in text
     record(tmp_path / "half", HEADLINE, {"BN": [18.0]})
     assert "sign" not in short.headline(found(tmp_path / "half"))
 

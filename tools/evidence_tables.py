@@ -131,7 +131,16 @@ def agreement(found: Findings, study: Study) -> list[str]:
     if gap is None:
         return []
     sign = "the same sign" if gap.mean * theirs > 0 else "the opposite sign" if gap.mean else "no difference here"
-    return [f"{OURS} minus {BASE} is {number(gap.mean)} points here and {number(theirs)} in the paper: {sign}."]
+    gaps = f"{OURS} minus {BASE} is {number(gap.mean)} points here and {number(theirs)} in the paper: {sign}"
+    return [f"{gaps}. Beside the paper's own numbers {BASE} has {_off(base)} and {OURS} {_off(ours)} error here."]
+
+
+def _off(one: Found) -> str:
+    """How far an arm is from what the paper prints for it: which of the two a disagreement comes from."""
+    sample = one.sample()
+    assert sample is not None
+    off = round(sample.mean - printed(one), 2)
+    return f"{number(abs(off))} points {'less' if off < 0 else 'more'}"
 
 
 def origin(arms: Sequence[Found]) -> str:
