@@ -183,7 +183,7 @@ def test_the_papers_number_stands_in_its_own_study_only(pages, short, tmp_path):
     told = short.readme(found(tmp_path))
     assert "BN 20.00 (n = 1) here, 19.64 in the paper" in told
     sentence = "MBN-2 minus BN is −4.00 points here and −4.27 in the paper: the same sign. "
-    sentence += "Beside the paper's own numbers BN has 0.36 points more and MBN-2 0.63 points more error here."
+    sentence += "BN has 0.36 points more and MBN-2 0.63 points more error than in the paper."
     assert sentence in told
     assert sentence in part(text, study(HEADLINE).title)
     assert text.count("in the paper: the") == 1
@@ -192,8 +192,8 @@ def test_the_papers_number_stands_in_its_own_study_only(pages, short, tmp_path):
 def test_a_sign_that_is_not_the_papers_is_said_to_be_the_opposite(pages, short, tmp_path):
     record(tmp_path, HEADLINE, {"BN": [18.0], "MBN-2": [18.5]})
     text = part(made(pages, tmp_path)["evidence.md"], study(HEADLINE).title)
-    assert "MBN-2 minus BN is 0.50 points here and −4.27 in the paper: the opposite sign. Beside" in text
-    assert "BN has 1.64 points less and MBN-2 3.13 points more error here." in text
+    assert "MBN-2 minus BN is 0.50 points here and −4.27 in the paper: the opposite sign. " in text
+    assert "BN has 1.64 points less and MBN-2 3.13 points more error than in the paper." in text
     record(tmp_path / "half", HEADLINE, {"BN": [18.0]})
     assert "sign" not in short.headline(found(tmp_path / "half"))
 
@@ -215,7 +215,8 @@ def test_what_comes_out_otherwise_than_in_the_paper_is_named_with_when_it_does(p
     assert "Not run yet: 5 of 7." in told
     (test,) = re.findall(r"`(tests/\S+)`", told)
     assert (ROOT / test).is_file()
-    assert "ResNet-56, 78,200 iterations, learning rate 0.1, is not among those where MBN-2 has more error)" in told
+    assert "ResNet-56, 78,200 iterations, learning rate 0.1, is not among those where MBN-2 has more error; " in told
+    assert "there BN has 0.36 points more and MBN-2 0.63 points more error than in the paper)" in told
     assert "takes MBN-2 minus BN: ResNet-20 at batch size 8, 20,000 iterations: from 2.98 to 0.00 points (" in told
     cells = [line.strip("| ").split(" | ") for line in told.splitlines() if line.startswith("| ResNet-20")]
     assert [one[1:4] for one in cells] == [["8,000", "0.1", "5"], ["12,000", "0.5", "5"], ["20,000", "0.9", "5"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from evidence_tables import BASE, NOT_RUN, OURS, markdown_row
+from evidence_tables import BASE, NOT_RUN, OURS, markdown_row, than_printed
 
 from memnorm.lab.evidence.findings import Findings, Found, apart, evidence_text, gap_text, model_name
 from memnorm.lab.evidence.phases import Phase, phases
@@ -64,7 +64,8 @@ def _suspects(run: Sequence[Comparison], late: Mapping[str, Any] | None) -> list
     cells = [one for one in run if one.ours.arm.cell]
     own = f"has not been run with both {OURS} and {BASE}"
     if cells:
-        own = f"{'is' if cells[0].gap.mean > 0 else 'is not'} among those where {OURS} has more error"
+        where = f"{'is' if cells[0].gap.mean > 0 else 'is not'} among those where {OURS} has more error"
+        own = f"{where}; there {than_printed(cells[0].ours, cells[0].base)}"
     again = [
         f"{one.ours.place}: from {number(one.gap.mean)} to {number(gap.mean)} points ({evidence_text(gap)})"
         for one in run

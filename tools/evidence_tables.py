@@ -132,11 +132,15 @@ def agreement(found: Findings, study: Study) -> list[str]:
         return []
     sign = "the same sign" if gap.mean * theirs > 0 else "the opposite sign" if gap.mean else "no difference here"
     gaps = f"{OURS} minus {BASE} is {number(gap.mean)} points here and {number(theirs)} in the paper: {sign}"
-    return [f"{gaps}. Beside the paper's own numbers {BASE} has {_off(base)} and {OURS} {_off(ours)} error here."]
+    return [f"{gaps}. {than_printed(ours, base)}."]
+
+
+def than_printed(ours: Found, base: Found) -> str:
+    """How far each is from what the paper prints for it: which of the two a disagreement comes from."""
+    return f"{BASE} has {_off(base)} and {OURS} {_off(ours)} error than in the paper"
 
 
 def _off(one: Found) -> str:
-    """How far an arm is from what the paper prints for it: which of the two a disagreement comes from."""
     sample = one.sample()
     assert sample is not None
     off = round(sample.mean - printed(one), 2)
