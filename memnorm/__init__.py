@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from memnorm import reference as reference
     from memnorm import replay as replay
     from memnorm import schedule as schedule
+    from memnorm.centering import center
     from memnorm.convert import convert, summary, to_batchnorm
     from memnorm.diagnose import diagnose
     from memnorm.double_forward import double_forward
     from memnorm.errors import MemnormError, MemnormWarning
     from memnorm.estimate import adapt, recalibrate
     from memnorm.layers import MemorizedBatchNorm1d, MemorizedBatchNorm2d, MemorizedBatchNorm3d
+    from memnorm.norms.two_way import TwoWayBatchNorm1d, TwoWayBatchNorm2d, TwoWayBatchNorm3d
     from memnorm.replay import recording, rerecord
     from memnorm.schedule import StrengthSchedule
 
@@ -41,7 +43,11 @@ __all__ = [
     "MemorizedBatchNorm2d",
     "MemorizedBatchNorm3d",
     "StrengthSchedule",
+    "TwoWayBatchNorm1d",
+    "TwoWayBatchNorm2d",
+    "TwoWayBatchNorm3d",
     "adapt",
+    "center",
     "convert",
     "diagnose",
     "double_forward",
@@ -53,12 +59,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "centering": ("center",),
     "convert": ("convert", "summary", "to_batchnorm"),
     "diagnose": ("diagnose",),
     "double_forward": ("double_forward",),
     "errors": ("MemnormError", "MemnormWarning"),
     "estimate": ("adapt", "recalibrate"),
     "layers": ("MemorizedBatchNorm1d", "MemorizedBatchNorm2d", "MemorizedBatchNorm3d"),
+    "norms.two_way": ("TwoWayBatchNorm1d", "TwoWayBatchNorm2d", "TwoWayBatchNorm3d"),
     "replay": ("recording", "rerecord"),
     "schedule": ("StrengthSchedule",),
 }

@@ -19,7 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memnorm.errors import OptionError
-from memnorm.functional import Moments, batch_moments, count_per_channel, merge, pool, statistics_dtype
+from memnorm.functional import (
+    BackwardMemory,
+    Moments,
+    batch_moments,
+    count_per_channel,
+    merge,
+    pool,
+    statistics_dtype,
+)
 
 
 class Some:
@@ -106,14 +114,21 @@ def joint_moments(x: Tensor, group: Any) -> Moments:
 
 
 def normalize_jointly(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, batch: Moments, memory: Moments, eps: float, group: Any
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    batch: Moments,
+    memory: Moments,
+    eps: float,
+    group: Any,
+    backward: BackwardMemory | None = None,
 ) -> Tensor:
     """`x` normalised by the union of the joint batch (its moments, constants) and a memory, which the caller gives
     up.
     """
     dtype = statistics_dtype(x.dtype)
     memory = Moments(*(torch.as_tensor(part, device=x.device).to(dtype).detach() for part in memory))
-    y: Tensor = _Joint.apply(x, weight, bias, *batch, *memory, (eps, group))
+    y: Tensor = _Joint.apply(x, weight, bias, *batch, *memory, (eps, group, backward))
     return y
 
 
@@ -122,7 +137,7 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, *rest):
-        batch, memory, (eps, group) = Moments(*rest[:3]), Moments(*rest[3:6]), rest[6]
+        batch, memory, (eps, group, ctx.memory) = Moments(*rest[:3]), Moments(*rest[3:6]), rest[6]
         ctx.save_for_backward(x, weight, bias, *batch, *memory)
         ctx.eps, ctx.group = eps, group
         hat = merge(memory, batch)
@@ -144,9 +159,11 @@ class _Joint(torch.autograd.Function):
         own = torch.stack([grad.sum(dims), (grad * x_hat).sum(dims)])
         grad_x = None
         if ctx.needs_input_grad[0]:
-            sum_g, sum_gx = (_Sum.apply(own, ctx.group) / hat.weight).view(2, *channels).unbind()
+            sums = _Sum.apply(own, ctx.group)
+            means = sums / hat.weight if ctx.memory is None else torch.stack(ctx.memory.means(*sums, batch.weight))
+            mean, product = means.view(2, *channels).unbind()
             scale = inv if weight is None else inv * weight
-            grad_x = ((grad - sum_g - x_hat * sum_gx) * scale.view(channels)).to(x.dtype)
+            grad_x = ((grad - mean - x_hat * product) * scale.view(channels)).to(x.dtype)
         grad_weight = own[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = own[0].to(bias.dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, *[None] * 7

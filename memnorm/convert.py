@@ -35,6 +35,7 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
     """Replace every batch norm of `model` in place and return the model (a new layer, if `model` is itself a batch
     norm).
 
+        model = memnorm.convert(model, "two_way")                   # two-way memory: for micro-batches
         model = memnorm.convert(model)                              # memorized batch norm, the paper's defaults
         model = memnorm.convert(model, memory_size=None, decay=0.99)
 
@@ -50,8 +51,8 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
     Args:
         model: anything but a model already wrapped for distributed training.
         norm: a name of `memnorm.norms.available()`, or a function `(num_features, **options)` that returns a module.
-        options: for "mbn": `memory_size`, `decay`, `strength`, `prior_weight`, `prior_from_init`, `shift`,
-            `sync`; for others, see their page in `docs/norms/`.
+        options: for "two_way": `decay`, `strength`, `warmup`, `center`, `sync`; for "mbn": `memory_size`, `decay`,
+            `strength`, `prior_weight`, `prior_from_init`, `shift`, `sync`; for others, see their page in `docs/norms/`.
     """
     check_module(model, "convert")
     _refuse_wrapped(model, "convert")
@@ -122,10 +123,10 @@ def _settle(model: nn.Module) -> None:
 
 def _original(layer: Any, norm: Any) -> Any:
     """What `norm` takes the place of: of a layer that was converted before, the plain batch norm that evaluates the
-    same. "mbn" itself renews the options of memorized layers.
+    same. A layer that is of this norm already keeps its memory and gets the new options.
     """
     if isinstance(layer, MemorizedBatchNorm):
-        return layer if norm == "mbn" else plain(layer)
+        return layer if layer.norm == norm else plain(layer)
     return restored(layer) if isinstance(layer, RunningNorm) else layer
 
 
@@ -292,17 +293,7 @@ def summary(model: nn.Module) -> Summary:
 
 
 def _note(layer: nn.Module) -> str:
-    if isinstance(layer, MemorizedBatchNorm):
-        if layer.running_mean is None:
-            return "no memory: track_running_stats=False"
-        if layer.running_mean.is_meta:
-            return "on meta"
-        if layer.memory_size is None:
-            memory = "remembers all batches" if layer.running_weight > 0 else "remembers no batch yet, then all"
-        else:
-            memory = f"remembers {int((layer.memory_count > 0).sum())} of {layer.memory_size} batches"
-        return f"{memory}, decay {layer.decay}, strength {float(layer.strength):g}"
-    if isinstance(layer, RunningNorm):
+    if isinstance(layer, (MemorizedBatchNorm, RunningNorm)):
         return layer.note()
     if isinstance(layer, _BatchNorm) or _is_look_alike(layer):
         reason = why_not(layer)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memnorm.collective import Some
-from memnorm.functional import with_gradient
+from memnorm.functional import BackwardMemory, with_gradient
 from memnorm.kernels import cpu
 from memnorm.memory import Remembering
 from memnorm.recompute import inside_backward, may_be_recomputed
@@ -34,7 +34,8 @@ class OnKernels(Remembering):
         found = self._at_once(x, rectify, residual) or self._after_a_closer_look(x, rectify, residual)
         if found is None:
             return None
-        return with_gradient(*found, x, self._vector("weight"), self._vector("bias"), residual, rectify, self.eps)
+        weight, bias, backward = self._vector("weight"), self._vector("bias"), self._backward_memory()
+        return with_gradient(*found, x, weight, bias, residual, rectify, self.eps, backward)
 
     def _at_once(self, x: Tensor, rectify: bool, residual: Tensor | None) -> tuple[Tensor, bytearray] | None:
         known, kernels, evenly = self._known_memory, cpu.module(), self.momentum is None
@@ -51,7 +52,7 @@ class OnKernels(Remembering):
             torch.get_num_threads(),
             self.recording,
             self.eps,
-            self.decay,
+            self._decay_per_batch,
             self.prior_weight,
             self.prior_from_init and not evenly,
             evenly,
@@ -78,6 +79,10 @@ class OnKernels(Remembering):
         memory.grasp(self._buffers, self._parameters)
         weight, bias = self._vector("weight"), self._vector("bias")
         return cpu.forward(x, weight, bias, residual, rectify, self.eps, memory, self.recording)
+
+    def _backward_memory(self) -> BackwardMemory | None:
+        """What the backward of this forward remembers of earlier ones; the paper's layer remembers nothing."""
+        return None
 
     def _vector(self, name: str) -> Tensor | None:
         """A parameter, past `nn.Module.__getattr__`; one that is computed from others comes by its name alone."""

@@ -92,6 +92,9 @@ def exchange_memory(model: nn.Module, optimizer: Optimizer, *, group: Any = None
     what it means in one process, however many processes and accumulated batches there are, and the memory is the same
     everywhere. It begins as rank 0's.
 
+    Two-way layers share the means of backward as well, 2C + 2 numbers more, and give an entry the weight of all its
+    values: their memory stands for the large batch that the processes make together.
+
     Args:
         model: the module that the loop trains, wrapped or not.
         optimizer: of several, the one that steps last. It must step equally often in every process.
@@ -138,7 +141,8 @@ class Exchange:
         broadcast_memory(model, group=group)
         self.group, self.max_waiting, self._model = group, max_waiting, weakref.ref(model)
         for layer in layers:
-            vars(layer)["_outgoing"] = Waiting(self)
+            for name in layer.outgoing:
+                vars(layer)[name] = Waiting(self)
         self._after = optimizer.register_step_post_hook(lambda *_: self.exchange())
         self._before = optimizer.register_step_pre_hook(self._go_last)
 
@@ -155,15 +159,18 @@ class Exchange:
                 "exchange_memory: the memorized layers of the model are gone. Convert it again, or remove() the handle."
             )
         device = layers[0].running_mean.device
-        flat = torch.cat([_packed(layer).to(device) for layer in layers])
+        boxes = [(layer, name) for layer in layers for name in layer.outgoing]
+        flat = torch.cat([_packed(layer, name).to(device) for layer, name in boxes])
         group = _companions(self.group)
         everyones_RV = flat[None] if group is None else gathered(flat, group)
-        sizes = [2 * layer.num_features + 2 for layer in layers]
-        for layer, part_RV in zip(layers, everyones_RV.split(sizes, dim=1), strict=True):
+        sizes = [2 * layer.num_features + 2 for layer, _ in boxes]
+        for (layer, name), part_RV in zip(boxes, everyones_RV.split(sizes, dim=1), strict=True):
             mean_RC, var_RC = part_RV[:, :-2].chunk(2, dim=1)
-            union = pool(mean_RC, var_RC, part_RV[:, -2])  # not a number, so not remembered, if nobody has recorded
-            weight = part_RV[:, -2].sum() / part_RV[:, -1].sum()
-            layer._remember(Moments(*(value.to(layer.running_mean) for value in (union.mean, union.var, weight))))
+            count_R, batches_R = part_RV[:, -2:].unbind(1)
+            # Not a number, so not remembered, if nobody has recorded.
+            union = pool(mean_RC, var_RC, count_R, shift=name == "_outgoing")
+            total = Moments(*(torch.as_tensor(value).to(layer.running_mean) for value in union))
+            layer._remember_shared(name, total, batches_R.sum())
 
     def _exchanging(self) -> list[MemorizedBatchNorm]:
         model = self._model()
@@ -175,7 +182,8 @@ class Exchange:
         self._after.remove()
         self._before.remove()
         for layer in self._exchanging():
-            vars(layer).pop("_outgoing")
+            for name in layer.outgoing:
+                vars(layer).pop(name)
 
     def __enter__(self) -> Exchange:
         return self
@@ -207,18 +215,19 @@ def _companions(group: Any) -> Any:
     return companions(True if group is None else Some(group))
 
 
-def _packed(layer: MemorizedBatchNorm) -> Tensor:
+def _packed(layer: MemorizedBatchNorm, name: str) -> Tensor:
     """The moments of what waits in `layer`, its count and the number of batches, in a row. What is not finite counts
     for nothing: it must not spoil what others have.
     """
-    waiting: Any = layer._outgoing
+    waiting: Any = getattr(layer, name)
     batches, waiting[:] = list(waiting), []
     if not batches:
         return layer.running_mean.new_zeros(2 * layer.num_features + 2)
     mean_KC, var_KC = torch.stack([one.mean for one in batches]), torch.stack([one.var for one in batches])
     finite_K = (mean_KC.isfinite() & var_KC.isfinite()).all(1)
     count_K = finite_K * torch.stack([mean_KC.new_tensor(one.weight) for one in batches])
-    union = pool(mean_KC.where(finite_K[:, None], 0), var_KC.where(finite_K[:, None], 0), count_K)
+    shift = name == "_outgoing"  # the means of backward have no variance
+    union = pool(mean_KC.where(finite_K[:, None], 0), var_KC.where(finite_K[:, None], 0), count_K, shift=shift)
     return torch.cat([union.mean, union.var, torch.stack([count_K.sum(), finite_K.sum()])]).nan_to_num(0.0)
 
 

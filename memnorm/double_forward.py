@@ -48,6 +48,7 @@ from memnorm.replay import (
     switch,
 )
 from memnorm.stripped import check_kept
+from memnorm.updates import count_step_early
 
 
 def double_forward(
@@ -282,6 +283,7 @@ class DoubleForward:
         if has_skipped(optimizer):
             self._pending = []
             return
+        count_step_early(optimizer)  # the second forward sees the new weights
         if inside_backward():  # a step as gradients arrive: the callback would come too late
             for task in list(self._backwards):
                 self._after_backward(task)

@@ -215,7 +215,7 @@ def _by_the_batch(layers: Layers) -> Iterator[dict[str, Callable[[Moments], None
 
 def _without_memory(layer: MemorizedBatchNorm, strength: float, seen: Moments) -> None:
     """One value has no variance: it needs the memory."""
-    layer.set_strength(0.0 if seen.weight > 1 else strength)
+    layer.strength.fill_(0.0 if seen.weight > 1 else strength)
 
 
 @contextmanager

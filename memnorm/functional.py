@@ -11,7 +11,7 @@ the biased variance.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,18 @@ class Moments(NamedTuple):
     mean: Tensor
     var: Tensor
     weight: Tensor | float
+
+
+class BackwardMemory(Protocol):
+    """What the backward of one forward reads and records, for layers that remember backward's two means."""
+
+    def means(self, sum_g: Tensor, sum_gx: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
+        """What to subtract: ā and q̄, from the sums of g and of g·x̂ over a batch of `count` values per channel."""
+
+    def on_kernels(self) -> tuple[cpu.Past | None, bool]:
+        """What the kernels take of it, None if they must not, and if they are to write it. Then call `written`."""
+
+    def written(self) -> None: ...
 
 
 def batch_moments(x: Tensor) -> Moments:
@@ -136,16 +148,27 @@ def memorized_batch_norm(
 
 
 def normalize_with_memory(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, memory: Moments, eps: float, *, shift: bool = True
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    memory: Moments,
+    eps: float,
+    *,
+    shift: bool = True,
+    backward: BackwardMemory | None = None,
 ) -> tuple[Tensor, Moments]:
     """`memorized_batch_norm`, and the batch's own moments (constants). The caller gives up `memory`'s tensors: they
     must not change before backward, unless `reads_at_once`.
     """
-    if shift and reads_at_once(x, memory.mean):
-        return _on_kernels(x, weight, bias, memory, eps)
+    if shift and reads_at_once(x, memory.mean) and (backward is None or count_per_channel(x) > 1):
+        return _on_kernels(x, weight, bias, memory, eps, backward)
     dtype = statistics_dtype(x.dtype)
     memory_weight = as_scalar(memory.weight, dtype, x.device).detach()
     memory = Moments(memory.mean.to(dtype), memory.var.to(dtype), memory_weight)
+    if backward is not None:
+        batch = constant_moments(x)
+        hat = merge(memory, batch)
+        return _TwoWay.apply(x, weight, bias, hat.mean, hat.var, (eps, backward)), batch
     if shift and is_plain(x):
         y, mean, var = _MemorizedBatchNorm.apply(x, weight, bias, memory, eps)  # type: ignore[attr-defined]
         return y, Moments(mean, var, count_per_channel(x))
@@ -164,12 +187,17 @@ def reads_at_once(x: Tensor, memory_mean: Tensor) -> bool:
 
 
 def _on_kernels(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, memory: Moments, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    memory: Moments,
+    eps: float,
+    backward: BackwardMemory | None,
 ) -> tuple[Tensor, Moments]:
     reading = cpu.Reading(memory.mean, memory.var, float(memory.weight))
     y, saved = cpu.forward(x, weight, bias, None, False, eps, reading, False)
     found = cpu.Saved.of(saved, x)
-    y = with_gradient(y, saved, x, weight, bias, None, False, eps)
+    y = with_gradient(y, saved, x, weight, bias, None, False, eps, backward)
     return y, Moments(found.batch_mean, found.batch_var, count_per_channel(x))
 
 
@@ -182,6 +210,7 @@ def with_gradient(
     residual: Tensor | None,
     rectify: bool,
     eps: float,
+    backward: BackwardMemory | None = None,
 ) -> Tensor:
     """What the kernels made of `x` (`cpu.forward`), as a function of their input if anybody may ask for a gradient."""
     if torch.is_grad_enabled() and (
@@ -190,7 +219,7 @@ def with_gradient(
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
     ):
-        y = _Kernels.apply(x, weight, bias, residual, (y, saved, rectify, eps))  # type: ignore[attr-defined]
+        y = _Kernels.apply(x, weight, bias, residual, (y, saved, rectify, eps, backward))  # type: ignore[attr-defined]
     return y
 
 
@@ -203,28 +232,32 @@ class _Kernels(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, call):
-        y, ctx.saved, rectify, ctx.eps = call
+        y, ctx.saved, rectify, ctx.eps, ctx.memory = call
         ctx.save_for_backward(x, weight, y if rectify else None)
         return y
 
     @staticmethod
     def backward(ctx, grad_y):
         x, weight, y = ctx.saved_tensors
-        found = cpu.backward_at_once(grad_y, y, x, weight, ctx.saved, ctx.needs_input_grad)
+        memory = ctx.memory
+        found = cpu.backward_at_once(grad_y, y, x, weight, ctx.saved, ctx.needs_input_grad, memory)
         if found is not None:
+            if memory is not None:
+                memory.written()
             return found
         wants_x, wants_weight, wants_bias, wants_residual, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled() or not cpu.unobserved() or not cpu.is_gradient(grad_y):
-            # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
-            memory = cpu.Saved.of(ctx.saved, x)
-            hat = merge(Moments(memory.memory_mean, memory.memory_var, memory.memory_weight), batch_moments(x))
-            grad_y = grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y)
-            grad_x, grad_weight, grad_bias = _backward_formula(grad_y, x, weight, hat, ctx.eps, None)
-            grad_residual = grad_y
+        if not torch.is_grad_enabled() and cpu.unobserved() and cpu.is_gradient(grad_y):
+            found = cpu.backward(grad_y, y, x, weight, ctx.saved, wants_x, wants_residual, memory)
+        if found is not None:
+            grad_x, grad_weight, grad_bias, grad_residual = found
+            if memory is not None:
+                memory.written()
         else:
-            grad_x, grad_weight, grad_bias, grad_residual = cpu.backward(
-                grad_y, y, x, weight, ctx.saved, wants_x, wants_residual
-            )
+            # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
+            read = cpu.Saved.of(ctx.saved, x)
+            hat = merge(Moments(read.memory_mean, read.memory_var, read.memory_weight), batch_moments(x))
+            grad_residual = grad_y = grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y)
+            grad_x, grad_weight, grad_bias = _backward_formula(grad_y, x, weight, hat, ctx.eps, None, memory)
         return (
             grad_x,
             grad_weight if wants_weight else None,
@@ -285,55 +318,94 @@ class _MemorizedBatchNorm(_SingleLevelFunction):
         x, weight, *vectors = ctx.saved_tensors
         memory, hat = Moments(*vectors[:3]), Moments(*vectors[3:])
         wants = ctx.needs_input_grad
-        if torch.is_grad_enabled() or not is_plain(grad_y):
+        if torch.is_grad_enabled():
             # Under create_graph the moments must be functions of x: the saved ones would lose the second derivative.
-            backward, hat = _backward_formula, merge(memory, batch_moments(x))
-        elif cuda.takes(x):
-            backward = _backward_on_cuda
-        else:
-            backward = _backward_fast if x.dtype == hat.mean.dtype else _backward_formula
-        gradients = backward(grad_y, x, weight, hat, ctx.eps, wants)
+            hat = merge(memory, batch_moments(x))
+        gradients = _backward(grad_y, x, weight, hat, ctx.eps, wants, None)
         return *[gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=False)], None, None
 
 
-def _backward_on_cuda(grad_y, x, weight, hat, eps, needs):
+class _TwoWay(torch.autograd.Function):
+    """Normalise by given moments; the backward subtracts what a `BackwardMemory` says. Compilers see through it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, mean, var, rest):
+        ctx.eps, ctx.memory = rest
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if is_plain(x) and cuda.takes(x):
+            return cuda.transform(x, weight, bias, mean, torch.rsqrt(var + ctx.eps))
+        return F.batch_norm(x, mean, var, _to(weight, mean.dtype), _to(bias, mean.dtype), False, 0.0, ctx.eps)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        x, weight, mean, var = ctx.saved_tensors
+        hat = Moments(mean, var, count_per_channel(x))
+        grad_x, grad_weight, grad_bias = _backward(grad_y, x, weight, hat, ctx.eps, ctx.needs_input_grad, ctx.memory)
+        grad_weight = None if weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _backward(grad_y, x, weight, hat, eps, needs, memory):
+    """Gradients with respect to x, weight and bias: dx = γ/√(σ̂² + ε) · (g − ā − x̂·q̄).
+
+    `memory` gives ā and q̄; without one they are the sums over the batch, divided by the weight of batch and memory.
+    """
+    if torch.is_grad_enabled() or not is_plain(grad_y):
+        backward = _backward_formula
+    elif cuda.takes(x):
+        backward = _backward_on_cuda
+    else:
+        backward = _backward_fast if x.dtype == hat.mean.dtype else _backward_formula
+    return backward(grad_y, x, weight, hat, eps, needs, memory)
+
+
+def _subtracted(sum_g, sum_gx, x, hat, memory):
+    if memory is None:
+        return sum_g / hat.weight, sum_gx / hat.weight
+    return memory.means(sum_g, sum_gx, count_per_channel(x))
+
+
+def _backward_on_cuda(grad_y, x, weight, hat, eps, needs, memory):
     inv, grad_y = torch.rsqrt(hat.var + eps), cuda.arranged(grad_y, x)
     sum_g, sum_gx = cuda.reduce(grad_y, x, hat.mean, inv)
+    grad_weight = sum_gx * inv
+    mean, product = _subtracted(sum_g, grad_weight, x, hat, memory)
     grad_x = None
     if needs[0]:
-        grad_x = cuda.elementwise(grad_y, x, hat.mean, inv, weight, sum_g / hat.weight, sum_gx / hat.weight)
-    return grad_x, sum_gx * inv, sum_g
+        grad_x = cuda.elementwise(grad_y, x, hat.mean, inv, weight, mean, product / inv)
+    return grad_x, grad_weight, sum_g
 
 
-def _backward_fast(grad_y, x, weight, hat, eps, needs):
-    """Torch's eval-mode backward gives γg/σ̂ and the two sums; what the batch's own share of the statistics adds is
-    linear in x.
-    """
+def _backward_fast(grad_y, x, weight, hat, eps, needs, memory):
+    """Torch's eval-mode backward gives γg/σ̂ and the two sums; what is subtracted is linear in x."""
     weight = _to(weight, hat.mean.dtype)
     mask = [needs[0], True, True]
     grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
         grad_y, x, weight, hat.mean, hat.var, None, None, False, eps, mask
     )
+    mean, product = _subtracted(grad_bias, grad_weight, x, hat, memory)
     if needs[0]:
         inv = torch.rsqrt(hat.var + eps)
-        scale = inv if weight is None else inv * weight
-        scale = scale / -hat.weight  # ρ/n, with the sign of what is subtracted
+        scale = -inv if weight is None else -inv * weight
         centred = x - _per_channel(hat.mean, x)
-        correction = centred.mul_(_per_channel(scale * inv * grad_weight, x)).add_(_per_channel(scale * grad_bias, x))
+        correction = centred.mul_(_per_channel(scale * inv * product, x)).add_(_per_channel(scale * mean, x))
         grad_x = grad_x.add_(correction)
     return grad_x, grad_weight, grad_bias
 
 
-def _backward_formula(grad_y, x, weight, hat, eps, _needs):
-    """The formula of `memorized_batch_norm`: differentiable again, and rounded to a narrow dtype only once."""
+def _backward_formula(grad_y, x, weight, hat, eps, _needs, memory):
+    """The formula itself: differentiable again, and rounded to a narrow dtype only once."""
     inv = torch.rsqrt(hat.var + eps)
     x_hat = (x - _per_channel(hat.mean, x)) * _per_channel(inv, x)
     dims = [0, *range(2, x.dim())]
     grad = grad_y.to(inv.dtype)
     grad_bias, grad_weight = grad.sum(dims), (grad * x_hat).sum(dims)
     scale = inv if weight is None else inv * weight
-    own = (_per_channel(grad_bias, x) + x_hat * _per_channel(grad_weight, x)) / hat.weight
-    return ((grad - own) * _per_channel(scale, x)).to(x.dtype), grad_weight, grad_bias
+    mean, product = _subtracted(grad_bias, grad_weight, x, hat, memory)
+    subtracted = _per_channel(mean, x) + x_hat * _per_channel(product, x)
+    return ((grad - subtracted) * _per_channel(scale, x)).to(x.dtype), grad_weight, grad_bias
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -29,6 +29,7 @@ from memnorm.functional import (
 from memnorm.options import check_options, check_shift, check_strength
 from memnorm.recompute import Readings, inside_backward
 from memnorm.state import (
+    POOLED,
     SLOTS,
     apply_keeping_width,
     channel_mismatch,
@@ -47,13 +48,10 @@ class Recording:
     training: bool
     recording: bool = True
     _watched_by: Any = None  # the Double-Forward handle in charge, if any
+    _transient: tuple[str, ...] = ("recording", "_readings", "_watched_by", "_known_memory", "_outgoing")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("recording", "_readings", "_watched_by", "_known_memory", "_outgoing")
-        }
+        return {name: value for name, value in self.__dict__.items() if name not in self._transient}
 
 
 class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
@@ -79,9 +77,14 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
     number has no effect here and is kept for `memnorm.to_batchnorm`.
     """
 
+    norm = "mbn"  # its name in the registry
     plain_class: type[_BatchNorm]
     ranks: tuple[int, ...]
     sync: bool | Some = False
+    memory_buffers: tuple[str, ...] = ("running_weight", *SLOTS)  # all zero: nothing is remembered
+    own_buffers: tuple[str, ...] = (*memory_buffers, "strength")  # those that a plain batch norm does not have
+    outgoing: tuple[str, ...] = ("_outgoing",)  # where batches wait for `memnorm.distributed.exchange_memory`
+    statistics: tuple[str, ...] = (*POOLED, *SLOTS)  # float32 or wider in a model of any dtype
 
     weight: nn.Parameter | None  # type: ignore[assignment]
     bias: nn.Parameter | None  # type: ignore[assignment]
@@ -139,7 +142,7 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         self.decay, self._initial_strength, self.prior_weight = float(decay), float(strength), float(prior_weight)
         self.prior_from_init = bool(prior_from_init)
         if self.running_mean is None or self.running_var is None:
-            for name in ("running_weight", *SLOTS, "strength"):
+            for name in MemorizedBatchNorm.own_buffers:
                 self.register_buffer(name, None)
             return
         self._plain_dtype = self.running_mean.dtype
@@ -189,7 +192,9 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         if memory is None:
             at_once = self.shift and reads_at_once(input, self.running_mean)
             memory = self._read(count, at_once)
-        output, batch = normalize_with_memory(input, self.weight, self.bias, memory, self.eps, shift=self.shift)
+        output, batch = normalize_with_memory(
+            input, self.weight, self.bias, memory, self.eps, shift=self.shift, backward=self._backward_memory()
+        )
         if not replaying:
             if not compiling:
                 self._kept_readings.keep(batch, memory)
@@ -210,7 +215,8 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         memory = self._kept_readings.recall(batch) if replaying else None
         if memory is None:
             memory = self._read(batch.weight)
-        output = normalize_jointly(x, self.weight, self.bias, batch, memory, self.eps, group)
+        backward = self._backward_memory()
+        output = normalize_jointly(x, self.weight, self.bias, batch, memory, self.eps, group, backward)
         if not replaying:
             if not compiling:
                 self._kept_readings.keep(batch, memory)
@@ -248,7 +254,7 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         as trained ones do.
         """
         self._seasoned = None
-        for name in ("running_weight", *SLOTS):
+        for name in self.memory_buffers:
             if self._buffers.get(name) is not None:
                 self.get_buffer(name).zero_()
 
@@ -313,6 +319,19 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
             "and the memory is empty. Begin with a larger batch, load trained statistics, or pass "
             "prior_from_init=True to start from mean 0 and variance 1."
         )
+
+    def note(self) -> str:
+        """What `memnorm.summary` says of the layer."""
+        if self.running_mean is None:
+            return "no memory: track_running_stats=False"
+        return "on meta" if self.running_mean.is_meta else self._note()
+
+    def _note(self) -> str:
+        if self.memory_size is None:
+            memory = "remembers all batches" if self.running_weight > 0 else "remembers no batch yet, then all"
+        else:
+            memory = f"remembers {int((self.memory_count > 0).sum())} of {self.memory_size} batches"
+        return f"{memory}, decay {self.decay}, strength {float(self.strength):g}"
 
     def extra_repr(self) -> str:
         strength = self._initial_strength if self.strength is None or self.strength.is_meta else float(self.strength)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memnorm.functional import Moments, as_scalar, merge, pool, snapshot
 from memnorm.kernels import cpu
-from memnorm.state import POOLED, STATISTICS
+from memnorm.state import POOLED, SLOTS
 
 
 class Remembering:
@@ -36,6 +36,11 @@ class Remembering:
     _known_memory: cpu.Memory | None = None  # as the kernels last wrote it
     _outgoing: list[Moments] | None = None  # batches recorded for `memnorm.distributed.exchange_memory` to share
     shift: bool = True  # here for layers pickled before there was the option
+
+    @property
+    def _decay_per_batch(self) -> float:
+        """The factor by which remembered batches fade when a batch is recorded."""
+        return self.decay
 
     def _read(self, count: Tensor | float, at_once: bool = False) -> Moments:
         """The memory as this forward sees it, its weight multiplied by the strength; a copy, unless read `at_once`.
@@ -74,6 +79,10 @@ class Remembering:
             return
         self._remember(batch)
 
+    def _remember_shared(self, _name: str, union: Moments, batches: Tensor) -> None:
+        """Remember what all processes have recorded in a step, as one entry of the weight of their average batch."""
+        self._remember(Moments(union.mean, union.var, union.weight / batches))
+
     @torch.no_grad()
     def _remember(self, batch: Moments) -> None:
         memory = self._kernels_memory() if cpu.takes(batch.mean, self.running_mean.dtype) else None
@@ -84,13 +93,13 @@ class Remembering:
         weight = self._weight_now(batch.weight)
         slots = self._shifted(batch, weight)
         if self.momentum is None or self.memory_size is None:
-            fade = 1.0 if self.momentum is None else self.decay
+            fade = 1.0 if self.momentum is None else self._decay_per_batch
             pooled = merge(Moments(self.running_mean, self.running_var, weight * fade), batch, shift=self.shift)
         else:
             age = torch.arange(self.memory_size, device=weight.device, dtype=self.memory_count.dtype)
             pooled = pool(slots[0], slots[1], slots[2] * self.decay**age, shift=self.shift)
         finite = (pooled.mean.isfinite() & pooled.var.isfinite()).all()
-        old = [self._buffers[name] for name in (STATISTICS if slots else POOLED)]
+        old = [self._buffers[name] for name in (POOLED + SLOTS if slots else POOLED)]
         new = [torch.where(finite, value, buffer) for value, buffer in zip((*pooled, *slots), old, strict=True)]
         # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU, which running_weight may be.
         torch._foreach_copy_(old, new)
@@ -99,7 +108,9 @@ class Remembering:
     def _kernels_memory(self) -> cpu.Memory | None:
         """The memory for the kernels; None if they cannot write it."""
         evenly = self.momentum is None
-        rules = cpu.Rules(self.decay, self.prior_weight, self.prior_from_init and not evenly, evenly, self.shift)
+        rules = cpu.Rules(
+            self._decay_per_batch, self.prior_weight, self.prior_from_init and not evenly, evenly, self.shift
+        )
         known = self._known_memory
         if known is None or not known.still(self._buffers, rules):
             known = cpu.Memory(self._buffers, rules)

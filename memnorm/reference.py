@@ -74,10 +74,7 @@ class ReferenceBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         current = values_per_channel(x) if self.training else None
-        mean_hat, var_hat = self.moments(current)
-        shape = (1, -1) + (1,) * (x.dim() - 2)
-        x_hat = (x - mean_hat.view(shape)) / torch.sqrt(var_hat.view(shape) + self.eps)
-        y = self.weight.view(shape) * x_hat + self.bias.view(shape)
+        y = _affine(x, self.weight, self.bias, *self.moments(current), self.eps)
         if current is not None and self.recording:
             self.remember(current)
         return y
@@ -86,6 +83,81 @@ class ReferenceBatchNorm(nn.Module):
         self.memory.insert(0, current.detach().clone())
         if self.memory_size is not None:
             del self.memory[self.memory_size :]
+
+
+def large_batch_norm(
+    batches: Sequence[Tensor], alphas: Sequence[float], weight: Tensor, bias: Tensor, eps: float = 1e-5
+) -> list[Tensor]:
+    """Batch norm of several batches (n_i, C, …) as one large batch, each value of batch i counted α_i times.
+
+    Nothing is a constant here: autograd goes through the moments into every batch. So this is what two-way memory aims
+    at, and with all α_i = 1 it is torch's batch norm of the concatenated batches.
+    """
+    mean, var = memorized_moments([values_per_channel(batch) for batch in batches], alphas)
+    return [_affine(batch, weight, bias, mean, var, eps) for batch in batches]
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    shape = (1, -1) + (1,) * (x.dim() - 2)
+    x_hat = (x - mean.view(shape)) / torch.sqrt(var.view(shape) + eps)
+    return weight.view(shape) * x_hat + bias.view(shape)
+
+
+class ReferenceTwoWayBatchNorm(nn.Module):
+    """Two-way memorized batch norm with everything kept: the values x of each batch, and the g and x̂ of each backward.
+
+    Each entry counts `strength · decay^age` times, age in updates (`update()` is called after each). Sums run over all
+    kept values; nothing is pooled.
+    """
+
+    def __init__(self, num_features: int, *, decay: float = 0.9, strength: float = 1.0, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.decay, self.strength, self.eps = decay, strength, eps
+        self.weight = nn.Parameter(torch.ones(num_features, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(num_features, dtype=torch.float64))
+        self.updates = 0
+        self.forwards: list[tuple[int, Tensor]] = []  # (update, x) with x (n, C)
+        self.backwards: list[tuple[int, Tensor, Tensor]] = []  # (update, g, x̂)
+
+    def alpha(self, update: int) -> float:
+        return self.strength * self.decay ** (self.updates - update)
+
+    def forward(self, x: Tensor) -> Tensor:
+        current = values_per_channel(x.detach())
+        batches = [*(batch for _, batch in self.forwards), current]
+        mean, var = memorized_moments(batches, [*(self.alpha(update) for update, _ in self.forwards), 1.0])
+        self.forwards.append((self.updates, current))
+        y: Tensor = _LargeBatchGradient.apply(x, self.weight, self.bias, mean, var, self)
+        return y
+
+    def update(self) -> None:
+        """The weights have changed."""
+        self.updates += 1
+
+
+class _LargeBatchGradient(torch.autograd.Function):
+    """dx = γ/√(σ̂² + ε) · (g − ā − x̂·q̄), with ā and q̄ the means of g and g·x̂ over all kept values and the current."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, layer: Any) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.layer = layer
+        return _affine(x, weight, bias, mean, var, layer.eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, mean, var = ctx.saved_tensors
+        layer: ReferenceTwoWayBatchNorm = ctx.layer
+        g = values_per_channel(grad)
+        x_hat = (values_per_channel(x) - mean) / torch.sqrt(var + layer.eps)
+        kept = [(layer.alpha(update), *entry) for update, *entry in layer.backwards] + [(1.0, g, x_hat)]
+        total = sum(alpha * len(one) for alpha, one, _ in kept)
+        mean_g = sum(alpha * one.sum(0) for alpha, one, _ in kept) / total
+        mean_gx = sum(alpha * (one * hat).sum(0) for alpha, one, hat in kept) / total
+        layer.backwards.append((layer.updates, g, x_hat))
+        grad_x = weight / torch.sqrt(var + layer.eps) * (g - mean_g - x_hat * mean_gx)
+        back = grad_x.T.unflatten(1, (x.shape[0], *x.shape[2:])).transpose(0, 1)
+        return back, (g * x_hat).sum(0), g.sum(0), None, None, None
 
 
 def algorithm_1(

@@ -21,9 +21,9 @@ from memnorm.functional import pool, statistics_dtype
 if TYPE_CHECKING:
     from memnorm.layers import MemorizedBatchNorm
 
+BACKWARD = ("backward_mean", "backward_product", "backward_weight")  # A, Q, W_b of `memnorm.norms.two_way`
 POOLED = ("running_mean", "running_var", "running_weight")
 SLOTS = ("memory_mean", "memory_var", "memory_count")
-STATISTICS = POOLED + SLOTS
 
 
 def scalar(value: float, device: torch.device) -> Tensor:
@@ -36,7 +36,7 @@ def apply_keeping_width(layer: MemorizedBatchNorm, fn: Callable[[Tensor], Tensor
     float32 or wider.
     """
     buffers: dict[str, Any] = layer._buffers
-    before = {name: buffers[name] for name in STATISTICS}
+    before = {name: buffers[name] for name in layer.statistics}
     strength = layer.strength
     narrow = buffers["strength"] = strength.float()  # not every device has float64
     try:
@@ -86,13 +86,14 @@ def complete_checkpoint(layer: MemorizedBatchNorm, state: MutableMapping[str, An
     if mean is None:
         return
     if prefix + "running_weight" not in state:
-        for name in ("running_weight", *SLOTS):
+        for name in layer.memory_buffers:
             state[prefix + name] = torch.zeros_like(layer.get_buffer(name), device=mean.device)
         state.setdefault(
             prefix + "strength",
             scalar(layer._initial_strength, mean.device) if layer.strength.is_meta else layer.strength,
         )
-    elif _is_memory_of_other_size(layer, state, prefix):
+        return
+    if _is_memory_of_other_size(layer, state, prefix):
         _resize_memory(layer, state, prefix)
 
 
@@ -128,6 +129,6 @@ def widen(layer: MemorizedBatchNorm) -> None:
     """After `load_state_dict(assign=True)`: whatever the checkpoint brought, statistics are wide and of one dtype."""
     if layer.running_mean is not None:
         dtype = statistics_dtype(layer.running_mean.dtype)
-        layer._buffers.update({name: layer.get_buffer(name).to(dtype) for name in STATISTICS})
+        layer._buffers.update({name: layer.get_buffer(name).to(dtype) for name in layer.statistics})
     if layer.strength is not None and layer.strength.device.type != "mps":
         layer.strength = layer.strength.double()

@@ -147,11 +147,14 @@ def test_imports_go_one_way():
         "dispatch",
         "layers",
         "modules",
+        "updates",
+        "centering",
         "distributed",
         "stripped",
         "replay",
         "norms.base",
         "norms.mbn",
+        "norms.two_way",
         "norms",
     ]
     order += ["capture", "double_forward", "convert", "schedule", "estimate", "diagnose"]

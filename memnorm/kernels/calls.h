@@ -62,15 +62,29 @@ void run_train(Forward<T, S> &job, Memory<S> &memory, double strength, bool reco
     if (recording) record(memory, job.batch_mean, job.batch_var, job.count());
 }
 
-template <class T, class S> void run_backward(Backward<T, S> &job, const S *saved, bool planes, int64_t threads) {
+template <class S> BackwardMemory<S> read_backward_memory(Arguments &in) {
+    BackwardMemory<S> memory;
+    memory.mean = in.address<S>();
+    memory.product = in.address<S>();
+    memory.weight = in.address<S>();
+    memory.strength = in.address<double>();
+    memory.recording = in.integer() != 0;
+    return memory;
+}
+
+template <class T, class S>
+void run_backward(Backward<T, S> &job, const S *saved, const BackwardMemory<S> &memory, bool planes, int64_t threads) {
     job.hat_mean = saved + 2 * job.c;
     job.hat_inv = saved + 3 * job.c;
-    job.memory_weight = saved[6 * job.c];
+    job.past_mean = memory.mean;
+    job.past_product = memory.product;
+    job.memory_weight = memory.mean ? memory.read_weight() : saved[6 * job.c];
     std::vector<S> line(std::size_t(3 * job.c));
     job.scale = line.data();
     job.slope = job.scale + job.c;
     job.offset = job.slope + job.c;
     run(job, planes, threads);
+    if (memory.mean && memory.recording) record_backward(memory, job.c, job.grad_bias, job.grad_weight, job.count());
 }
 
 bool arity(Py_ssize_t given, Py_ssize_t wanted) {

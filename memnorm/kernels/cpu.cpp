@@ -76,9 +76,10 @@ template <class T, class S> bool backward(Arguments in, bool planes, int64_t thr
     const S *saved = in.bytes<S>();
     job.grad_weight = in.address<S>();
     job.grad_bias = in.address<S>();
+    BackwardMemory<S> memory = read_backward_memory<S>(in);
     if (PyErr_Occurred()) return false;
     Unlocked unlocked;
-    run_backward(job, saved, planes, threads);
+    run_backward(job, saved, memory, planes, threads);
     return true;
 }
 
@@ -91,6 +92,51 @@ template <class S> bool record(Arguments in) {
     if (PyErr_Occurred()) return false;
     record(memory, mean, var, count);
     return true;
+}
+
+// Take its mean from each row.
+template <class S> INLINE void center_rows(int64_t rows, int64_t length, S *row) {
+    for (S *end = row + rows * length; row < end; row += length) {
+        Pair<S> sums = ::add_up<S>(length, [=](int64_t i) INLINED { return Pair<S>{row[i], S(0)}; });
+        S mean = S(double(sums.first) / double(length));
+#pragma omp simd
+        for (int64_t i = 0; i < length; i++) row[i] -= mean;
+    }
+}
+
+VERSIONS void center(int64_t rows, int64_t length, float *data) { center_rows(rows, length, data); }
+VERSIONS void center(int64_t rows, int64_t length, double *data) { center_rows(rows, length, data); }
+
+PyObject *py_center(PyObject *, PyObject *const *args, Py_ssize_t given) {
+    if (!arity(given, 4)) return nullptr;
+    Arguments in{args};
+    int64_t kind = in.integer(), rows = in.integer(), length = in.integer();
+    void *data = in.address<void>();
+    if (PyErr_Occurred()) return nullptr;
+    if (kind == FLOAT64)
+        center(rows, length, static_cast<double *>(data));
+    else
+        center(rows, length, static_cast<float *>(data));
+    return nothing();
+}
+
+// Multiply the scalars at these addresses by as many factors.
+template <class S> bool fade(PyObject *addresses, PyObject *factors) {
+    for (Py_ssize_t i = 0; i < PyList_Size(addresses); i++) {
+        auto *weight = static_cast<S *>(PyLong_AsVoidPtr(PyList_GetItem(addresses, i)));
+        double factor = PyFloat_AsDouble(PyList_GetItem(factors, i));
+        if (PyErr_Occurred()) return false;
+        *weight = S(double(*weight) * factor);
+    }
+    return true;
+}
+
+PyObject *py_fade(PyObject *, PyObject *const *args, Py_ssize_t given) {
+    if (!arity(given, 3)) return nullptr;
+    if (!PyList_Check(args[1]) || !PyList_Check(args[2]) || PyList_Size(args[1]) != PyList_Size(args[2]))
+        return PyErr_Format(PyExc_TypeError, "expected two lists of one length");
+    bool done = PyLong_AsLongLong(args[0]) == FLOAT64 ? fade<double>(args[1], args[2]) : fade<float>(args[1], args[2]);
+    return done ? nothing() : nullptr;
 }
 
 #define BY_KIND(function, wanted)                                                                                   \
@@ -106,7 +152,7 @@ template <class S> bool record(Arguments in) {
     }
 BY_KIND(forward, 17)
 BY_KIND(train, 29)
-BY_KIND(backward, 15)
+BY_KIND(backward, 20)
 
 PyObject *py_record(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!arity(given, 18)) return nullptr;
@@ -131,10 +177,13 @@ PyMethodDef methods[] = {
         "train(kind, planes, threads, n, c, l, x, weight, bias, residual, rectify, y, eps, saved, strength, running_mean, running_var, "
         "running_weight, batches, means, vars, counts, slots, decay, prior_weight, prior_always, evenly, shift, recording)"},
     {"backward", method(py_backward), METH_FASTCALL,
-        "backward(kind, planes, threads, n, c, l, x, weight, g, y, dx, d_residual, saved, grad_weight, grad_bias)"},
+        "backward(kind, planes, threads, n, c, l, x, weight, g, y, dx, d_residual, saved, grad_weight, grad_bias, "
+        "past_mean, past_product, past_weight, strength, recording)"},
     {"record", method(py_record), METH_FASTCALL,
         "record(kind, c, running_mean, running_var, running_weight, batches, means, vars, counts, slots, decay, "
         "prior_weight, prior_always, evenly, shift, mean, var, count)"},
+    {"fade", method(py_fade), METH_FASTCALL, "fade(kind, addresses, factors)"},
+    {"center", method(py_center), METH_FASTCALL, "center(kind, rows, length, data)"},
     {"introduce", method(py_introduce), METH_FASTCALL,
         "introduce(Tensor, Parameter, strided, float32, float64, bfloat16, empty_like, increment_version, observers, forward_ad, "
         "is_grad_enabled, is_fwd_grad_enabled, current_graph_task_id, top_saved_tensors_default_hooks): once, before the rest"},
@@ -143,7 +192,7 @@ PyMethodDef methods[] = {
         "train_layer(known, buffers, parameters, x, residual, rectify, ranks, threads, recording, eps, decay, prior_weight, "
         "prior_always, evenly): (y, saved), or None"},
     {"backward_layer", method(py_backward_layer), METH_FASTCALL,
-        "backward_layer(saved, g, y, x, weight, wanted, threads): gradients, or None"},
+        "backward_layer(saved, g, y, x, weight, wanted, threads, past, recording): gradients, or None"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "memnorm.kernels._cpu", "Kernels for the processor.", -1, methods,

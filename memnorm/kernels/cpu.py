@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,14 +93,21 @@ def are_alike(x: Tensor, other: Tensor) -> bool:
 
 
 def backward_at_once(
-    grad_y: Tensor, y: Tensor | None, x: Tensor, weight: Tensor | None, saved: bytearray, wanted: tuple[bool, ...]
+    grad_y: Tensor,
+    y: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    saved: bytearray,
+    wanted: tuple[bool, ...],
+    memory: Any,
 ) -> Any:
     """`backward` as autograd wants it, in the usual case; else None. Autograd's vmap (`is_grads_batched`) sends many
-    gradients in one, without an address.
+    gradients in one, without an address. `memory` is None or a `BackwardMemory`.
     """
     if is_legacy_batchedtensor(grad_y):
         return None
-    return module().backward_layer(saved, grad_y, y, x, weight, wanted, torch.get_num_threads())
+    past = (None, None) if memory is None else memory.on_kernels()
+    return module().backward_layer(saved, grad_y, y, x, weight, wanted, torch.get_num_threads(), *past)
 
 
 def is_gradient(grad_y: Tensor) -> bool:
@@ -185,11 +192,18 @@ def backward(
     saved: bytearray,
     wants_x: bool,
     wants_residual: bool,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    memory: Any = None,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None] | None:
     """Gradients with respect to x, weight, bias and residual; weight's and bias's in the statistics' dtype.
 
-    `y` is the output if it was rectified, else None.
+    `y` is the output if it was rectified, else None. With a `BackwardMemory` that the kernels cannot write, None.
     """
+    past: Any = NO_PAST
+    if memory is not None:
+        known, recording = memory.on_kernels()
+        if known is None or known[8] != (x.dtype is torch.float64):
+            return None
+        past = (*known[4:8], recording)
     data, memory_format, sizes = _arranged(x)
     y = None if y is None else _like(y, data, memory_format)
     grad_y = _like(grad_y, data, memory_format)
@@ -210,11 +224,66 @@ def backward(
         saved,
         _address(grad_weight),
         _address(grad_bias),
+        *past,
     )
+    if past[-1]:
+        increment_version(known[:3])
     if data is not x:
         grad_x = None if grad_x is None else grad_x.to(x.dtype)
         grad_residual = None if grad_residual is None else grad_residual.to(x.dtype)
     return grad_x, grad_weight, grad_bias, grad_residual
+
+
+def center(gradient: Tensor, rows: int) -> bool:
+    """Take the mean of each of the `rows` of a gradient, in place. False if the kernels cannot do it."""
+    kernels, kind = module(), _KINDS.get(gradient.dtype, 2)
+    if (
+        kernels is None
+        or kind > 1
+        or type(gradient) is not Tensor
+        or not gradient.is_cpu
+        or not (gradient.is_contiguous() or gradient.is_contiguous(memory_format=torch.channels_last))
+        or gradient.dtype is torch.float16
+    ):
+        return False
+    kernels.center(kind, rows, gradient.numel() // rows, _address(gradient))
+    increment_version(gradient)
+    return True
+
+
+NO_PAST = (0, 0, 0, 0, False)
+
+
+Past = tuple[Any, ...]
+
+
+def past_of(vectors: Sequence[Tensor], strength: Tensor | None) -> Past | None:
+    """A backward memory (A, Q, W_b) as the kernels take it, with the addresses at which it may be written; None if they
+    cannot. Without `strength` it is not read.
+    """
+    c, dtype = vectors[0].numel(), vectors[0].dtype
+    if (
+        dtype not in (torch.float32, torch.float64)
+        or [one.numel() for one in vectors] != [c, c, 1]
+        or not all(readable(one, dtype) and not one.is_inference() for one in vectors)
+        or not (strength is None or readable(strength, torch.float64))
+    ):
+        return None
+    addresses = map(_address, (*vectors, strength))
+    return (*vectors, strength, *addresses, dtype is torch.float64, c)
+
+
+def fade(weights: list[Tensor], factors: list[float]) -> bool:
+    """Multiply scalars by factors, in place, in one call; False if the kernels cannot."""
+    dtype = weights[0].dtype
+    if module() is None or dtype not in (torch.float32, torch.float64):
+        return False
+    for one in weights:
+        if not (type(one) is Tensor and one.is_cpu and one.dtype is dtype and not one.is_inference()):
+            return False
+    module().fade(_KINDS[dtype], [_address(one) for one in weights], factors)
+    increment_version(weights)
+    return True
 
 
 def _address(tensor: Tensor | None) -> int:

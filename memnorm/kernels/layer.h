@@ -111,18 +111,23 @@ template <class Data, class Stat> struct Backward : Layer<Data, Stat> {
     const S *hat_mean, *hat_inv;
     S *grad_weight, *grad_bias;
     S *scale, *slope, *offset;  // dx = scale·g + slope·(x − μ̂) + offset
+    const S *past_mean = nullptr, *past_product = nullptr;  // A and Q of two-way memory; null where they count as 0
 
+    // What is subtracted: ā = (Σg + w·A)/(n + w) and q̄ = (Σg·x̂ + w·Q)/(n + w), with w the memory's weight.
     INLINED void settle(int64_t begin, int64_t end, const Sums *all) const {
-        double unit = -1 / this->total();
+        double unit = -1 / this->total(), past = unit * double(this->memory_weight);
+        bool remembers = past_mean != nullptr;
 #pragma omp simd
         for (int64_t c = begin; c < end; c++) {
             const Sums &sums = all[c - begin];
             double inv = hat_inv[c], by = this->weight ? inv * this->weight[c] : inv;
             grad_bias[c] = S(sums.gradient);
             grad_weight[c] = S(inv * sums.product);
+            double mean = unit * sums.gradient, product = unit * inv * sums.product;
+            if (remembers) mean += past * past_mean[c], product += past * past_product[c];
             scale[c] = S(by);
-            slope[c] = S(unit * by * inv * inv * sums.product);
-            offset[c] = S(unit * by * sums.gradient);
+            slope[c] = S(by * inv * product);
+            offset[c] = S(by * mean);
         }
     }
 

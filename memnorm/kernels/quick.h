@@ -198,9 +198,35 @@ PyObject *like(PyObject *tensor, PyObject *wanted, Py_ssize_t argument) {
     return PyObject_CallFunctionObjArgs(torch.empty_like, tensor, nullptr);
 }
 
+// Where the backward memory of a layer was when it was found fit for the kernels: a tuple of A, Q, W_b, the strength or
+// None, the addresses of these four, whether they are wide, and the number of channels.
+struct Past {
+    void *addresses[4] = {};
+    bool recording = false;
+
+    // Whether it still is there and belongs to such data. Without a tuple there is no memory.
+    bool look(PyObject *known, PyObject *records, bool wide, int64_t c) {
+        if (known == Py_None) return records == Py_None;
+        if (!PyTuple_Check(known) || PyTuple_Size(known) != 10) return false;
+        for (int i = 0; i < 4; i++) {
+            addresses[i] = address(PyTuple_GetItem(known, i));
+            if (addresses[i] != PyLong_AsVoidPtr(PyTuple_GetItem(known, 4 + i))) return false;
+        }
+        recording = records == Py_True;
+        return (PyTuple_GetItem(known, 8) == Py_True) == wide && PyLong_AsLongLong(PyTuple_GetItem(known, 9)) == c;
+    }
+};
+
 template <class T, class S>
-bool backward_layer(const Layout &layout, PyObject *saved, const Read &read, PyObject *results, int64_t threads) {
+bool backward_layer(
+    const Layout &layout, PyObject *saved, const Read &read, PyObject *results, int64_t threads, const Past &past) {
     Backward<T, S> job;
+    BackwardMemory<S> memory;
+    memory.mean = static_cast<S *>(past.addresses[0]);
+    memory.product = static_cast<S *>(past.addresses[1]);
+    memory.weight = static_cast<S *>(past.addresses[2]);
+    memory.strength = static_cast<const double *>(past.addresses[3]);
+    memory.recording = past.recording;
     auto result = [=](Py_ssize_t i) { return address(PyTuple_GetItem(results, i)); };
     job.n = layout.n, job.c = layout.c, job.l = layout.l;
     job.g = static_cast<const T *>(read.g);
@@ -217,21 +243,23 @@ bool backward_layer(const Layout &layout, PyObject *saved, const Read &read, PyO
     const S *numbers = reinterpret_cast<const S *>(PyByteArray_AsString(saved));
     if (PyErr_Occurred()) return false;
     Unlocked unlocked;
-    run_backward(job, numbers, layout.planes, threads);
+    run_backward(job, numbers, memory, layout.planes, threads);
     return true;
 }
 
 // The gradients of (x, weight, bias, residual) that `wanted` names, and a None for autograd's last argument; or None
 // if something is unusual.
 PyObject *py_backward_layer(PyObject *, PyObject *const *args, Py_ssize_t given) {
-    if (!introduced() || !arity(given, 7)) return nullptr;
+    if (!introduced() || !arity(given, 9)) return nullptr;
     PyObject *saved = args[0], *x = args[3], *weight = args[4], *wanted = args[5];
     int64_t threads = PyLong_AsLongLong(args[6]);
     if (PyErr_Occurred() || is_true(ask(torch.grad_enabled)) || !unobserved() || !is_plain(x)) return left_to_others();
     Layout layout(x);
     int64_t kind = kind_of(x, has_dtype(x, FLOAT64));
     Read read;
+    Past past;
     if (!layout.known || kind < 0 || !look(args, kind, layout, read)) return left_to_others();
+    if (!past.look(args[7], args[8], kind == FLOAT64, layout.c)) return left_to_others();
     Ref results(PyTuple_New(5));
     for (Py_ssize_t i = 0; results && i < 5; i++) {
         PyObject *one = i < 4 ? like(i == 0 || i == 3 ? x : weight, wanted, i) : nothing();
@@ -239,11 +267,16 @@ PyObject *py_backward_layer(PyObject *, PyObject *const *args, Py_ssize_t given)
     }
     if (!results) return nullptr;
     Ref done(none_if([&] {
-        if (kind == FLOAT32) return backward_layer<float, float>(layout, saved, read, results.object, threads);
-        if (kind == FLOAT64) return backward_layer<double, double>(layout, saved, read, results.object, threads);
-        return backward_layer<bfloat16, float>(layout, saved, read, results.object, threads);
+        if (kind == FLOAT32) return backward_layer<float, float>(layout, saved, read, results.object, threads, past);
+        if (kind == FLOAT64) return backward_layer<double, double>(layout, saved, read, results.object, threads, past);
+        return backward_layer<bfloat16, float>(layout, saved, read, results.object, threads, past);
     }));
-    return done ? results.release() : nullptr;
+    if (!done) return nullptr;
+    if (past.recording) {
+        Ref written(PyTuple_GetSlice(args[7], 0, 3));
+        if (!written || !Ref(PyObject_CallFunctionObjArgs(torch.increment_version, written.object, nullptr))) return nullptr;
+    }
+    return results.release();
 }
 
 }  // namespace

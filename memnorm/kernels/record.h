@@ -102,6 +102,35 @@ VERSIONS static bool unite(const Pool<double> &pool, int64_t c, bool shift, doub
     return unite_rows(pool, c, shift, mean, var);
 }
 
+// What two-way memory remembers of backward: the means of g and of g·x̂, and the weight they stand for.
+template <class S> struct BackwardMemory {
+    S *mean, *product, *weight;  // null without two-way memory
+    const double *strength;      // null where the memory is not read
+    bool recording;
+
+    S read_weight() const { return strength ? S(*strength * double(*weight)) : S(0); }
+};
+
+// Merge the means of a batch, given as sums over its `count` values. Sums that are not finite change nothing.
+template <class S>
+void record_backward(const BackwardMemory<S> &memory, int64_t c, const S *gradients, const S *products, double count) {
+    double total = double(*memory.weight) + count, unit = 1 / total, kept = double(*memory.weight) * unit;
+    std::vector<S> united(std::size_t(2 * c));
+    S *mean = united.data(), *product = mean + c;
+    int finite = 1;
+#pragma omp simd reduction(& : finite)
+    for (int64_t i = 0; i < c; i++) {
+        S a = S(kept * memory.mean[i] + unit * gradients[i]), q = S(kept * memory.product[i] + unit * products[i]);
+        mean[i] = a;
+        product[i] = q;
+        finite &= (a - a) + (q - q) == 0;
+    }
+    if (!finite) return;
+    std::memcpy(memory.mean, mean, std::size_t(c) * sizeof(S));
+    std::memcpy(memory.product, product, std::size_t(c) * sizeof(S));
+    *memory.weight = S(total);
+}
+
 template <class S> inline void push(S *slots, int64_t count, int64_t c, const S *newest, const S *second) {
     std::memmove(slots + c, slots, std::size_t((count - 1) * c) * sizeof(S));
     std::memcpy(slots, newest, std::size_t(c) * sizeof(S));

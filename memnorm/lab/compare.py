@@ -37,7 +37,7 @@ class Question:
     holdout: int = 0  # training images to choose on
 
     def spec(self, arm: dict[str, Any], batch_size: int, **changes: Any) -> RunSpec:
-        iterations = math.ceil(self.images / batch_size)
+        iterations = math.ceil(self.images / (batch_size * self.base.accumulate))
         warmup = min(self.base.warmup, iterations - 1)
         return self.base.but(batch_size=batch_size, iterations=iterations, warmup=warmup, **arm, **changes)
 

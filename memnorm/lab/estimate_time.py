@@ -69,7 +69,7 @@ def _one(spec: RunSpec, step: float | None, threads: int, device: str) -> float 
         sweeps += [spec.recalibrate, sweeps[0]]
     if step is not None:
         forward = FORWARD * step * (0.5 if spec.scheme == "double" else 1.0)
-        return spec.iterations * step + sum(sweeps) * forward / spec.batch_size
+        return spec.iterations * step + sum(sweeps) * forward / spec.images_per_step
     if images is None:
         return None
     work = work_of(spec.model, json.dumps(spec.model_options, sort_keys=True), images.classes, images.shape)
@@ -78,7 +78,7 @@ def _one(spec: RunSpec, step: float | None, threads: int, device: str) -> float 
     speed, options = calibrate(threads, device), json.dumps(spec.norm_options, sort_keys=True)
     arm = added(spec.norm, options, spec.scheme, threads, device)
     second = spec.fraction / spec.every if spec.scheme == "double" else 0.0
-    step = speed.step(work, spec.batch_size, arm, second)
+    step = spec.accumulate * speed.step(work, spec.batch_size, arm, second)
     return spec.iterations * step + sum(speed.evaluation(work, count) for count in sweeps)
 
 
@@ -89,7 +89,7 @@ def same_work(spec: RunSpec) -> str:
         "model": [spec.model, spec.model_options],
         "images": [images.classes, images.shape] if images else [spec.data, spec.data_options],
         "norm": [spec.norm, spec.norm_options, spec.scheme, spec.every, spec.fraction],
-        "batch": [spec.batch_size, spec.precision],
+        "batch": [spec.batch_size, spec.accumulate, spec.precision],
     }
     return json.dumps(what, sort_keys=True)
 

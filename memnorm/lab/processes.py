@@ -6,6 +6,7 @@ the record and evaluates; the others hear from it what to do. A process alone is
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from collections.abc import Iterator
@@ -52,6 +53,12 @@ class Team:
     def wrapped(self, model: nn.Module) -> nn.Module:
         """The model to call in training."""
         return DistributedDataParallel(model) if self.size > 1 else model
+
+    def synchronizing(self, model: nn.Module, wanted: bool) -> contextlib.AbstractContextManager[Any]:
+        """Within it, a backward of `model` averages the gradients of all processes if wanted; else they wait."""
+        if wanted or not isinstance(model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return model.no_sync()
 
     def shares(self, plan: Iterator[tuple[Tensor, int | None]]) -> Iterator[tuple[Tensor, int | None]]:
         """This process's part of each batch, with a seed of its own. Where an epoch ends in a batch with fewer images

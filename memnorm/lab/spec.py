@@ -55,11 +55,14 @@ class RunSpec:
     every: int = option(1, "Double-Forward in every n-th step only")
     fraction: float = option(1.0, "Double-Forward with this part of each batch")
     strength: tuple[float, ...] = option((0.1, 0.5, 0.9), "λ before, between and after the milestones, or one constant")
-    batch_size: int = option(128, "images per step")
+    batch_size: int = option(128, "images per forward: the micro-batch, where batches are accumulated")
+    accumulate: int = option(1, "micro-batches per optimizer step")
     iterations: int = option(78_200, "optimizer steps")
     learning_rate: float = option(0.1, "before scaling")
-    scaling: Literal["none", "linear", "sqrt"] = option("none", "of the learning rate with batch_size/base_batch_size")
-    base_batch_size: int = option(128, "the batch size the learning rate is meant for")
+    scaling: Literal["none", "linear", "sqrt"] = option(
+        "none", "of the learning rate with the images per step, over base_batch_size"
+    )
+    base_batch_size: int = option(128, "images per step that the learning rate is meant for")
     schedule: Literal["step", "cosine", "constant"] = option("step", "step divides by 10 at each milestone")
     milestones: tuple[float, ...] = option((0.4, 0.6), "fractions of the iterations")
     warmup: int = option(0, "iterations of linear warm-up")
@@ -86,9 +89,13 @@ class RunSpec:
             raise UsageError(f"{problem}")
 
     @property
+    def images_per_step(self) -> int:
+        return self.batch_size * self.accumulate
+
+    @property
     def base_learning_rate(self) -> float:
-        """After scaling with the batch size."""
-        ratio = self.batch_size / self.base_batch_size
+        """After scaling with the images per step."""
+        ratio = self.images_per_step / self.base_batch_size
         return self.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scaling]
 
     @property
@@ -103,7 +110,8 @@ class RunSpec:
     @property
     def name(self) -> str:
         """Name of the run's folder: readable, and unique by the digest."""
-        readable = f"{self.data}-{self.model}-{self.norm}-{self.scheme}-b{self.batch_size}-s{self.seed}"
+        batch = f"b{self.batch_size}" + (f"x{self.accumulate}" if self.accumulate > 1 else "")
+        readable = f"{self.data}-{self.model}-{self.norm}-{self.scheme}-{batch}-s{self.seed}"
         return f"{re.sub(r'[^A-Za-z0-9.]+', '-', readable).strip('-.')[-80:].lstrip('-.')}-{self.digest}"
 
     @property
@@ -227,7 +235,16 @@ def _words(hint: Any) -> str:
 
 def _problems(spec: RunSpec) -> list[str]:
     """What is wrong with the values, in words."""
-    positive = ("batch_size", "iterations", "base_batch_size", "evaluations", "every", "classes_per_batch", "processes")
+    positive = (
+        "batch_size",
+        "accumulate",
+        "iterations",
+        "base_batch_size",
+        "evaluations",
+        "every",
+        "classes_per_batch",
+        "processes",
+    )
     found = [f"{name} must be at least 1; got {getattr(spec, name)}" for name in positive if getattr(spec, name) < 1]
     found += [
         f"{name} must be at least 1, or null for all; got {value}"
@@ -268,7 +285,7 @@ def _contradictions(spec: RunSpec) -> list[str]:
         found.append("recalibrate is for runs in one process")
     if spec.batch_size < spec.processes:
         found.append(f"{spec.processes} processes cannot share a batch of {spec.batch_size}")
-    if "strength" in spec.norm_options:
+    if "strength" in spec.norm_options and spec.norm in MEMORY_NORMS:
         found.append("give strength as a field of its own, not in norm_options")
     for options, names in OWN_WORDS.items():
         found += [

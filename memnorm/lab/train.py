@@ -107,7 +107,7 @@ class _Run:
     def _plan(self) -> Iterator[tuple[torch.Tensor, int | None]]:
         labels, spec = self.train_source.labels, self.spec
         self.epoch_length = epoch_length(
-            labels, sampler=spec.sampler, batch_size=spec.batch_size, classes_per_batch=spec.classes_per_batch
+            labels, sampler=spec.sampler, batch_size=spec.images_per_step, classes_per_batch=spec.classes_per_batch
         )
         return self.team.shares(drawn(spec, labels, self.iteration))
 

@@ -81,17 +81,30 @@ class Training:
             group["lr"] = learning_rate(self.spec, iteration)
         images, labels = self.place(images, labels)
         self.optimizer.zero_grad()
-        with self.autocast():
-            scores = self.learner(images)
-            loss = nn.functional.cross_entropy(scores, labels)
-        loss_of_all, images_of_all = self.team.total(loss.item() * len(labels), len(labels))
-        if not math.isfinite(loss_of_all):
-            return False
-        (loss * (len(labels) * self.team.size / images_of_all)).backward()
+        (images_of_all,) = self.team.total(len(labels))
+        parts = max(1, int(images_of_all) // self.spec.batch_size)
+        micro_batches = list(zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True))
+        for number, micro_batch in enumerate(micro_batches, 1):
+            with self.team.synchronizing(self.learner, number == parts):
+                if not self._accumulate(*micro_batch, images_of_all):
+                    return False
         self.optimizer.step()
         if self.strength is not None:
             self.last_strength = self.strength.get_last_strength()
             self.strength.step()
+        return True
+
+    def _accumulate(self, images: Tensor, labels: Tensor, images_of_all: float) -> bool:
+        """Add the gradient of a micro-batch, weighted so that the step is that of all its images together. Return False
+        if the loss is not finite.
+        """
+        with self.autocast():
+            scores = self.learner(images)
+            loss = nn.functional.cross_entropy(scores, labels)
+        (loss_of_all,) = self.team.total(loss.item())
+        if not math.isfinite(loss_of_all):
+            return False
+        (loss * (len(labels) * self.team.size / images_of_all)).backward()
         self.tally.add(loss.detach() * len(labels), scores.detach(), labels)
         return True
 
@@ -262,7 +275,7 @@ def drawn(spec: RunSpec, labels: Tensor, start: int = 0) -> Iterator[tuple[Tenso
     return data_sets.order(
         labels,
         sampler=spec.sampler,
-        batch_size=spec.batch_size,
+        batch_size=spec.images_per_step,
         iterations=spec.iterations,
         seed=spec.seed,
         start=start,

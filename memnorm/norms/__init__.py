@@ -17,7 +17,7 @@ from torch import nn
 from memnorm.errors import OptionError
 
 BUILT_IN = (
-    *("mbn", "bn", "brn", "lagged_bn", "moving_bn", "momentum_bn", "ghost", "mabn", "cbn", "online"),
+    *("two_way", "mbn", "bn", "brn", "lagged_bn", "moving_bn", "momentum_bn", "ghost", "mabn", "cbn", "online"),
     *("group", "layer", "instance", "frn", "evonorm_s0", "weight_norm", "normprop"),
 )  # a module of that name each, loaded when it is asked for
 

@@ -313,7 +313,10 @@ def has_activation(layer: nn.Module) -> bool:
     """Whether this is a timm-like norm with `drop` and `act` behind it. Known by name: another class may use the same
     attributes in another way.
     """
-    known = type(layer).__name__ in ("BatchNormAct2d", "SyncBatchNormAct", "MemorizedBatchNormAct2d")
+    known = type(layer).__name__ in (
+        *("BatchNormAct2d", "SyncBatchNormAct"),
+        *("MemorizedBatchNormAct2d", "TwoWayBatchNormAct2d"),
+    )
     return (
         known
         and isinstance(getattr(layer, "drop", None), nn.Module)

@@ -7,7 +7,7 @@ the contents of its `__dict__`; the way back drops what was added and restores t
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,30 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from memnorm.errors import InputError, OptionError
 from memnorm.layers import MemorizedBatchNorm, MemorizedBatchNorm1d, MemorizedBatchNorm2d, MemorizedBatchNorm3d
 from memnorm.norms.base import has_activation, takes_over
-from memnorm.state import SLOTS
 
 OPTIONS: dict[str, Any] = {"memory_size": 20, "decay": 0.9, "strength": 0.5}
 OPTIONS |= {"prior_weight": 1.0, "prior_from_init": False, "shift": True, "sync": False}
-OWN_ATTRIBUTES = {
-    "memory_size",
-    "decay",
-    "prior_weight",
-    "prior_from_init",
-    "_initial_strength",
-    "_source_class",
-    "_rank",
-    "ranks",
-} | {
-    "_plain_dtype",
-    "_seasoned",
-    "shift",
-    "_known_memory",
-    "_outgoing",
-    "sync",
-    "_readings",
-    "_watched_by",
-    "recording",
-}
+OWN_ATTRIBUTES = {"memory_size", "decay", "prior_weight", "prior_from_init", "shift", "sync", "warmup"}
+OWN_ATTRIBUTES |= {"_initial_strength", "_source_class", "_rank", "ranks", "_plain_dtype", "_seasoned"}
 
 
 class MemorizedBatchNormNd(MemorizedBatchNorm2d):
@@ -65,7 +46,7 @@ class MemorizedBatchNormNd(MemorizedBatchNorm2d):
 class MemorizedBatchNormAct2d(MemorizedBatchNorm2d):
     """In place of a batch norm with a `drop` and an `act` layer of its own behind it, such as timm's BatchNormAct2d.
 
-    Its instances also belong to the class they came from (`_with_activation`), by which its library recognises them.
+    Its instances also belong to the class they came from (`with_activation`), by which its library recognises them.
     """
 
     _source_class: type[_BatchNorm]
@@ -80,69 +61,86 @@ class MemorizedBatchNormAct2d(MemorizedBatchNorm2d):
         return self.act(self.drop(super()._forward(input, activation, residual)))
 
     def __reduce__(self) -> Any:
-        return _new_with_activation, (self._source_class,), self.__getstate__()
+        return _new_with_activation, (type(self).__bases__[0], self._source_class), self.__getstate__()
 
 
 @functools.cache
-def _with_activation(source: Any) -> type[MemorizedBatchNormAct2d]:
-    return type("MemorizedBatchNormAct2d", (MemorizedBatchNormAct2d, source), {"__module__": __name__})
+def with_activation(base: Any, source: Any) -> type[MemorizedBatchNormAct2d]:
+    """The class `base` whose instances also belong to `source`, the class they came from."""
+    return type(base.__name__, (base, source), {"__module__": base.__module__})
 
 
-def _new_with_activation(source: Any) -> MemorizedBatchNormAct2d:
-    cls = _with_activation(source)
+def _new_with_activation(base: Any, source: Any) -> MemorizedBatchNormAct2d:
+    cls = with_activation(base, source)
     return cls.__new__(cls)
 
 
-def memorize(layer: _BatchNorm, **options: Any) -> MemorizedBatchNorm:
-    """A memorized layer in place of a batch norm for which `why_not` has no objection; a memorized one gets new options
-    and keeps its memory.
-    """
-    unknown = options.keys() - OPTIONS.keys()
-    if unknown:
-        raise OptionError(
-            f"convert: unknown option {', '.join(sorted(unknown))} for norm 'mbn'; its options are {', '.join(OPTIONS)}"
-        )
-    if isinstance(layer, MemorizedBatchNorm):
-        return _with_options(layer, options) if options else layer
-    new = takes_over(layer, _memorized_class(layer))
-    new._source_class = type(layer)
-    new._install_memory(**{**OPTIONS, **options})
-    return new
+class Family(NamedTuple):
+    """The classes of a memorized norm by the data they take, and its options with their defaults."""
+
+    norm: str
+    by_rank: dict[type[_BatchNorm], type[MemorizedBatchNorm]]
+    any_rank: type[MemorizedBatchNorm]
+    activated: type[MemorizedBatchNorm]
+    options: dict[str, Any]
+
+    def replace(self, layer: _BatchNorm, **options: Any) -> MemorizedBatchNorm:
+        """A layer of this family in place of a batch norm for which `why_not` has no objection. A layer that is of the
+        family already gets new options and keeps its memory.
+        """
+        unknown = options.keys() - self.options.keys()
+        if unknown:
+            raise OptionError(
+                f"convert: unknown option {', '.join(sorted(unknown))} for norm {self.norm!r}; its options are "
+                f"{', '.join(self.options)}"
+            )
+        if isinstance(layer, MemorizedBatchNorm):
+            return self._with_options(layer, options) if options else layer
+        new = takes_over(layer, self._class_for(layer))
+        new._source_class = type(layer)
+        new._install_memory(**{**self.options, **options})
+        return cast(MemorizedBatchNorm, new)
+
+    def _class_for(self, layer: _BatchNorm) -> type[MemorizedBatchNorm]:
+        if has_activation(layer):
+            kinds: Any = (self.activated, type(layer))
+            return with_activation(*kinds)
+        for plain, memorized in self.by_rank.items():
+            if isinstance(layer, plain) and type(layer)._check_input_dim is plain._check_input_dim:
+                return memorized
+        return self.any_rank
+
+    def _with_options(self, layer: MemorizedBatchNorm, options: dict[str, Any]) -> MemorizedBatchNorm:
+        new: MemorizedBatchNorm = takes_over(layer, type(layer))
+        current = {name: getattr(layer, name) for name in self.options if name != "strength"}
+        new._install_memory(**{"strength": layer._initial_strength, **current, **options})
+        if layer.running_mean is not None:
+            new._plain_dtype = layer._plain_dtype
+            new.load_state_dict(layer.state_dict())
+            if "strength" in options:
+                new.set_strength(options["strength"])
+        return new
 
 
-def _memorized_class(layer: _BatchNorm) -> type[MemorizedBatchNorm]:
-    if has_activation(layer):
-        source: Any = type(layer)
-        return _with_activation(source)
-    for plain, memorized in (
-        (nn.BatchNorm1d, MemorizedBatchNorm1d),
-        (nn.BatchNorm2d, MemorizedBatchNorm2d),
-        (nn.BatchNorm3d, MemorizedBatchNorm3d),
-    ):
-        if isinstance(layer, plain) and type(layer)._check_input_dim is plain._check_input_dim:
-            return memorized
-    return MemorizedBatchNormNd
-
-
-def _with_options(layer: MemorizedBatchNorm, options: dict[str, Any]) -> MemorizedBatchNorm:
-    new = takes_over(layer, type(layer))
-    current = {name: getattr(layer, name) for name in OPTIONS if name != "strength"}
-    new._install_memory(**{"strength": layer._initial_strength, **current, **options})
-    if layer.running_mean is not None:
-        new._plain_dtype = layer._plain_dtype
-        state = layer.state_dict()
-        if "strength" in options:
-            state["strength"] = new.strength
-        new.load_state_dict(state)
-    return new
+FAMILY = Family(
+    "mbn",
+    {
+        nn.BatchNorm1d: MemorizedBatchNorm1d,
+        nn.BatchNorm2d: MemorizedBatchNorm2d,
+        nn.BatchNorm3d: MemorizedBatchNorm3d,
+    },
+    MemorizedBatchNormNd,
+    MemorizedBatchNormAct2d,
+    OPTIONS,
+)
 
 
 def plain(layer: MemorizedBatchNorm) -> _BatchNorm:
     """The batch norm of torch (or of the library the layer came from) that evaluates as `layer` does."""
     new = takes_over(layer, layer.plain_class)
-    for name in ("running_weight", *SLOTS, "strength"):
+    for name in layer.own_buffers:
         del new._buffers[name]
-    for name in OWN_ATTRIBUTES & new.__dict__.keys():
+    for name in {*OWN_ATTRIBUTES, *layer._transient} & new.__dict__.keys():
         del new.__dict__[name]
     if not isinstance(new, nn.SyncBatchNorm):
         new.__dict__.pop("process_group", None)
@@ -156,7 +154,7 @@ ENTRY: dict[str, Any] = {
     "name": "mbn",
     "title": "Memorized Batch Normalization",
     "paper": "Guo et al., Double Forward Propagation for Memorized Batch Normalization, AAAI 2018",
-    "replace": memorize,
+    "replace": FAMILY.replace,
     "records": True,
     "state": "moments of the last k batches and their union",
     "keeps_weights": True,

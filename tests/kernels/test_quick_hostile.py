@@ -90,9 +90,9 @@ def test_a_backward_of_something_else_is_left_or_refused():
     x, saved, wanted = data(SHAPE, 0), bytearray(4 * 19), (True, True, True, False)
     backward = cpu.module().backward_layer
     with torch.no_grad():
-        assert backward(saved, x, None, 1, None, (True, False, False, False), 1) is None
+        assert backward(saved, x, None, 1, None, (True, False, False, False), 1, None, None) is None
         with pytest.raises(TypeError):
-            backward(saved, x, None, x, torch.ones(3), wanted, "1")
+            backward(saved, x, None, x, torch.ones(3), wanted, "1", None, None)
 
 
 class Full(TorchFunctionMode):
@@ -114,7 +114,7 @@ class Full(TorchFunctionMode):
 def test_the_error_of_an_allocation_is_the_one_that_arrives(room):
     x, saved = data(SHAPE, 0), bytearray(4 * 19)
     with Full(room), torch.no_grad(), pytest.raises(MemoryError, match="full"):
-        cpu.module().backward_layer(saved, x, x, x, torch.ones(3), (True,) * 4, 1)
+        cpu.module().backward_layer(saved, x, x, x, torch.ones(3), (True,) * 4, 1, None, None)
 
 
 @pytest.mark.parametrize("on", [True, 1])

@@ -90,18 +90,22 @@ def test_a_layer_is_measured_in_training_forward_and_eval(monkeypatch):
 
 def test_steps_have_phases_that_make_up_the_step():
     record = step._network("small", 2, step.ARMS, rounds=2)
-    assert [arm["name"] for arm in record["arms"]] == ["BN", "BN again", "MBN-1", "MBN-2"]
+    assert [arm["name"] for arm in record["arms"]] == list(step.ARMS)
     for arm in record["arms"]:
         assert set(arm["milliseconds of"]) == {"forward", "backward", "update"}
         assert 0 < max(arm["milliseconds of"].values()) <= 2 * arm["milliseconds"]
 
 
 def test_every_bound_of_a_step_names_its_network():
-    arms = [{"name": name, "ratio": ratio} for name, ratio in (("BN", 1.0), ("MBN-1", 0.97), ("MBN-2", 1.31))]
+    ratios = {"BN": 1.0, "two-way": 1.0, step.ALONE: 0.98, "MBN-1": 0.97, "MBN-2": 1.31}
+    arms = [{"name": name, "ratio": ratio} for name, ratio in ratios.items()]
     found = step.targets({"model": "resnet20", "batch_size": 8, "arms": arms})
-    assert [(one.what, one.verdict) for one in found] == [
-        ("resnet20, batch 8, MBN-1", "reached"),
-        ("resnet20, batch 8, MBN-2", "missed"),
+    assert [(one.what, one.unit, one.verdict) for one in found] == [
+        ("resnet20, batch 8, two-way, not centred", "× BN", "reached"),
+        ("resnet20, batch 8, two-way, not centred", "× MBN-1", "reached"),
+        ("resnet20, batch 8, centred gradients", "× not centred", "missed"),
+        ("resnet20, batch 8, MBN-1", "× BN", "reached"),
+        ("resnet20, batch 8, MBN-2", "× BN", "missed"),
     ]
 
 

@@ -49,7 +49,7 @@ def test_help_of_a_command_shows_examples_before_options(call, command):
 
 PLACES = "data-root download json runs"
 COMPUTED = "channels-last checkpoint-seconds device keep-weights tensorboard threads workers"
-SHARED = """augment base-batch-size classes-per-batch config data data-options evaluations learning-rate
+SHARED = """accumulate augment base-batch-size classes-per-batch config data data-options evaluations learning-rate
     milestones model model-options momentum precision print_config sampler scaling schedule strength test-images
     train-images warmup weight-decay"""
 FLAGS = {

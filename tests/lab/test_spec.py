@@ -167,6 +167,7 @@ def test_every_field_enters_the_digest():
         "every": 2,
         "fraction": 0.5,
         "batch_size": 64,
+        "accumulate": 2,
         "iterations": 100,
         "learning_rate": 0.2,
         "scaling": "linear",

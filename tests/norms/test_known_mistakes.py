@@ -15,6 +15,7 @@ each_statistical = pytest.mark.parametrize("name", STATISTICAL)
 
 # What `running_var` holds of batches that are all alike. Bessel's factor where the norm keeps torch's statistics; the
 # biased variance where its paper does, and for MABN the second moment.
+COUNTERS = ("num_batches_tracked", "num_updates")
 UNBIASED = ("bn", "cbn", "ghost", "moving_bn")
 
 
@@ -23,7 +24,9 @@ def layer_of(name, *, eps=1e-5, **options):
     net = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3, eps=eps)).double()
     with torch.no_grad():
         net[0].weight.copy_(torch.eye(3).view(3, 3, 1, 1))
-    own = {"mbn": {}, "momentum_bn": {"momentum": 0.5, "ideal_batch_size": 2}}.get(name, {"momentum": 0.5})
+    own = {"mbn": {}, "two_way": {"center": None}, "momentum_bn": {"momentum": 0.5, "ideal_batch_size": 2}}.get(
+        name, {"momentum": 0.5}
+    )
     return memnorm.convert(net, name, **{**own, **options})
 
 
@@ -58,7 +61,7 @@ def kept_variance(name, x):
 
 @each_norm
 def test_warm_up_counters_stop_growing(name):
-    """Besides `num_batches_tracked`, which is batch norm's own."""
+    """Besides those of batches and updates."""
     options = {"mabn": {"window": 3, "warmup": 4}, "cbn": {"window": 3, "burn_in": 4}}.get(name, {})
     net = memnorm.convert(chain(), name, **options)
     for _ in range(8):
@@ -68,7 +71,7 @@ def test_warm_up_counters_stop_growing(name):
         return {
             key: int(buffer)
             for key, buffer in net.named_buffers()
-            if not buffer.is_floating_point() and buffer.dim() == 0 and not key.endswith("num_batches_tracked")
+            if not buffer.is_floating_point() and buffer.dim() == 0 and not key.endswith(COUNTERS)
         }
 
     before = counters()

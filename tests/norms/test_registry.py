@@ -32,7 +32,7 @@ def test_the_norms_are_these():
     wanted = (
         "bn brn lagged_bn moving_bn weight_norm normprop group layer instance ghost frn evonorm_s0 momentum_bn mabn"
     )
-    assert sorted(f"mbn cbn online {wanted}".split()) == EACH
+    assert sorted(f"mbn two_way cbn online {wanted}".split()) == EACH
 
 
 @each_norm

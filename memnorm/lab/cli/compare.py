@@ -105,7 +105,7 @@ def ask(arguments: Any, base: RunSpec) -> compare.Question:
     available = len(load_data(base, arguments.data_root).train)
     holdout = min(5000, available // 10) if arguments.tune else 0
     trained = min(base.train_images or available, available - holdout)
-    whole = math.lcm(*sizes)
+    whole = math.lcm(*sizes) * base.accumulate
     if whole <= trained:  # full batches at every size: as many images for each, and no last batch of one
         trained -= trained % whole
     base = base.but(train_images=trained)

@@ -61,7 +61,7 @@ def _take_apart(groups: list[Group]) -> list[list[Group]]:
 
 
 def _images(spec: RunSpec) -> int:
-    return spec.iterations * spec.batch_size
+    return spec.iterations * spec.images_per_step
 
 
 def _lengths(specs: Sequence[RunSpec]) -> dict[int, int]:

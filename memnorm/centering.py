@@ -1,0 +1,194 @@
+"""Centred gradients and weights for the layers whose output feeds a norm.
+
+After a ReLU inputs are positive, so a change of a filter's mean moves the mean of its channel most of all. Batch norm
+takes that out within the batch; a memory of earlier batches goes stale by it. Without the mean of each filter's
+gradient, the channel means hardly drift (Gradient Centralization, Yong et al., ECCV 2020).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from memnorm.errors import NothingToConvert, OptionError, check_module
+from memnorm.kernels import cpu
+
+Mode = Literal["gradients", "weights"]
+ATTRIBUTE = "_memnorm_centred"  # of a layer whose gradient is centred
+
+
+def center(model: nn.Module, mode: Mode = "gradients") -> Centering:
+    """Centre the convolutions and linear layers of `model` whose output feeds a norm, whichever norm it is.
+
+        memnorm.center(model)
+
+    `"gradients"`: whenever a gradient is accumulated in `weight.grad`, each filter loses its mean there (what
+    `torch.autograd.grad` returns is not changed). Weights, outputs and checkpoints stay as they are.
+
+    `"weights"`: besides, the weights lose the mean of each filter once, now; for a network trained from scratch. With
+    SGD they stay centred; an optimizer that scales each element by itself, as Adam does, lets them drift.
+
+    A layer feeds a norm if it is the nearest one before it, in the order in which the model registers its modules, that
+    has as many outputs as the norm has channels. Filters that read a single channel (depthwise convolutions, images of
+    one channel) are left alone: their mean is all that they see of the channel's level.
+
+    Copies and pickles of the model keep it. `memnorm.convert(model, "two_way")` does it by itself.
+
+    Returns:
+        A handle: `layers` names the layers that are centred, `remove()` ends it.
+    """
+    check_module(model, "center")
+    if mode not in ("gradients", "weights"):
+        raise OptionError(f"center: mode must be 'gradients' or 'weights'; got {mode!r}")
+    if not any(feeding(model, _channels_of)):
+        raise NothingToConvert(
+            f"center: {type(model).__name__} has no convolution or linear layer whose output feeds a norm"
+        )
+    return center_where_possible(model, mode)
+
+
+def center_where_possible(model: nn.Module, mode: Mode) -> Centering:
+    """`center`, be it of no layer at all."""
+    found = dict(feeding(model, _channels_of))
+    remove(model)
+    for layer in found.values():
+        if mode == "weights":
+            with torch.no_grad():
+                layer.weight.copy_(_centred(layer.weight, _groups(layer)))
+        _attach(layer)
+    return Centering(model, tuple(found))
+
+
+class Centering:
+    """The handle of `center`."""
+
+    def __init__(self, model: nn.Module, layers: tuple[str, ...]) -> None:
+        self._model, self.layers = model, layers
+
+    def remove(self) -> None:
+        """Let gradients pass unchanged again. Weights stay as they are."""
+        remove(self._model)
+
+    def __repr__(self) -> str:
+        return f"{len(self.layers)} layers centred: {', '.join(self.layers)}"
+
+
+def remove(model: nn.Module) -> None:
+    """End the centring of every layer of `model`."""
+    for module in model.modules():
+        _stop_waiting(module)
+        centred = vars(module).pop(ATTRIBUTE, None)
+        if centred is not None:
+            centred.detach()
+
+
+def check_mode(mode: Any) -> None:
+    """The option `center` of `memnorm.convert`."""
+    if mode not in (None, "auto", "gradients", "weights"):
+        raise OptionError(f"center must be 'auto', 'gradients', 'weights' or None; got {mode!r}")
+
+
+class _Centred:
+    """The hook on a weight that centres its gradient as soon as it is accumulated, kept as an attribute of the weight's
+    layer. Torch drops hooks of parameters when it copies or pickles them; this object goes with the layer and hooks the
+    copy.
+    """
+
+    def __init__(self, weight: Tensor, groups: int) -> None:
+        self.weight, self.groups = weight, groups
+        hook = functools.partial(_center_gradient, groups=groups)
+        self.handle = weight.register_post_accumulate_grad_hook(hook) if weight.requires_grad else None
+
+    def detach(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Centred:
+        return _Centred(copy.deepcopy(self.weight, memo), self.groups)
+
+    def __reduce__(self) -> Any:
+        return _Centred, (self.weight, self.groups)
+
+
+def _attach(layer: nn.Module) -> None:
+    """Centre the gradient of the layer's weight. Leaving `meta` makes a new weight, so there it waits for the first
+    forward.
+    """
+    if layer.weight.is_meta:
+        layer.register_forward_pre_hook(_attach_now)
+    else:
+        vars(layer)[ATTRIBUTE] = _Centred(layer.weight, _groups(layer))  # type: ignore[arg-type]
+
+
+def _attach_now(layer: nn.Module, _args: Any = None) -> None:
+    _stop_waiting(layer)
+    _attach(layer)
+
+
+def _stop_waiting(layer: nn.Module) -> None:
+    for key in [key for key, hook in layer._forward_pre_hooks.items() if hook is _attach_now]:
+        del layer._forward_pre_hooks[key]
+
+
+def _center_gradient(weight: Tensor, groups: int) -> None:
+    gradient: Any = weight.grad
+    if gradient.requires_grad:  # create_graph: it may be differentiated again
+        weight.grad = _centred(gradient, groups)
+    elif groups or not cpu.center(gradient, weight.shape[0]):
+        gradient.copy_(_centred(gradient, groups))
+
+
+def _centred(weight: Tensor, groups: int) -> Tensor:
+    """`weight` (or its gradient) without the mean over what each output channel is made of.
+
+    `groups` is 0 where outputs are the first dimension. A transposed convolution has its inputs first, in groups.
+    """
+    if not groups:
+        return weight - weight.mean(list(range(1, weight.dim())), keepdim=True)
+    grouped = weight.unflatten(0, (groups, -1))
+    return (grouped - grouped.mean([1, *range(3, grouped.dim())], keepdim=True)).flatten(0, 1)
+
+
+def _groups(layer: nn.Module) -> int:
+    return int(layer.groups) if isinstance(layer, _ConvTransposeNd) else 0
+
+
+def feeding(model: nn.Module, channels_of: Callable[[nn.Module], int | None]) -> Iterator[tuple[str, Any]]:
+    """The convolutions and linear layers that feed a norm, by name; `channels_of` tells a norm and its channels."""
+    free: list[tuple[str, Any]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, (_ConvNd, nn.Linear)):
+            free.append((name, module))
+            continue
+        channels = channels_of(module)
+        if channels is None:
+            continue
+        before = [one for one in free if _outputs(one[1]) == channels]
+        if before:
+            free.remove(before[-1])
+            if _inputs(before[-1][1]) > 1:
+                yield before[-1]
+
+
+def _channels_of(module: nn.Module) -> int | None:
+    if isinstance(module, _NormBase):
+        return int(module.num_features)
+    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1:
+        return int(module.normalized_shape[0])
+    return int(module.num_channels) if isinstance(module, nn.GroupNorm) else None
+
+
+def _outputs(layer: Any) -> int:
+    return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
+
+
+def _inputs(layer: Any) -> int:
+    """Channels that one filter reads."""
+    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels // layer.groups)

@@ -1,0 +1,374 @@
+"""Two-way memorized batch norm: micro-batches that train like the large batch they are parts of.
+
+In backward a large batch subtracts two means, mean(g) and mean(g·x̂), taken over all its samples. The paper's memory is
+a constant in backward, so only the current batch's share of these means is subtracted. This layer remembers them, too:
+
+    forward    ρ = n/(n + λW)         μ̂, σ̂² = merge of the batch and (M, V, λW)
+    backward   ρ_b = n/(n + λW_b)     ā = A + ρ_b(mean(g) − A)      q̄ = Q + ρ_b(mean(g·x̂) − Q)
+               dx = γ/√(σ̂² + ε) · (g − ā − x̂·q̄)
+
+g is the gradient of the output, before γ. A batch is merged into (M, V, W) after its forward and into (A, Q, W_b) in
+its backward. With each update of the weights, W and W_b fade by `decay`; within an accumulation window they do not.
+`docs/equations.md` has the derivation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from memnorm import centering, updates
+from memnorm.errors import MemnormError, OptionError, is_whole
+from memnorm.functional import Moments, as_scalar, snapshot
+from memnorm.kernels import cpu
+from memnorm.layers import (
+    MemorizedBatchNorm,
+    MemorizedBatchNorm1d,
+    MemorizedBatchNorm2d,
+    MemorizedBatchNorm3d,
+    Recording,
+)
+from memnorm.norms import mbn
+from memnorm.options import check_strength
+from memnorm.state import BACKWARD
+
+
+class TwoWayBatchNorm(MemorizedBatchNorm):
+    """What the layers for 1-d, 2-d and 3-d data share. Use those, or `memnorm.convert(model, "two_way")`.
+
+    Args:
+        num_features: channels C of an input (N, C, …).
+        decay: factor by which the memory loses weight with each update of the weights, in (0, 1].
+        strength: weight λ of the memory against the current batch, in [0, 1]; 0 is plain batch norm in training.
+        warmup: updates over which λ grows linearly from 0 to `strength`; the first updates change every layer at once.
+        sync: take the batch of all processes together: True, or a process group.
+
+    The other arguments are those of `torch.nn.BatchNorm2d`. Buffers, besides those of `MemorizedBatchNorm`:
+    `backward_mean` (A), `backward_product` (Q), `backward_weight` (W_b) and `num_updates`, counted up to `warmup`.
+    `strength` is the present λ.
+
+    The backward is not the derivative of the forward, so `create_graph=True` is an error.
+    """
+
+    norm = "two_way"
+    memory_buffers = (*MemorizedBatchNorm.memory_buffers, *BACKWARD)
+    own_buffers = (*memory_buffers, "strength", "num_updates")
+    outgoing = ("_outgoing", "_outgoing_backward")
+    statistics = (*MemorizedBatchNorm.statistics, *BACKWARD)
+    _transient = (
+        *Recording._transient,
+        "_has_optimizer",
+        "_leader",
+        "_warmup_left",
+        "_outgoing_backward",
+        "_known_past",
+    )
+
+    warmup: int
+    num_updates: Tensor
+    backward_mean: Tensor
+    backward_product: Tensor
+    backward_weight: Tensor
+    _has_optimizer: bool | None = None  # an optimizer trains the layer; None: not known yet
+    _leader: ref[Optimizer] | None = None  # whose steps count for a layer without a parameter of its own
+    _warmup_left: int | None = None  # updates of the warm-up to come; None: `num_updates` must be read
+    _known_past: cpu.Past | None = None  # the backward memory where the kernels last found it
+    _outgoing_backward: list[Moments] | None = None  # as `_outgoing`, for the means of backward
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        decay: float = 0.9,
+        strength: float = 1.0,
+        warmup: int = 100,
+        sync: Any = False,
+    ) -> None:
+        _BatchNorm.__init__(self, num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+        self._install_memory(decay=decay, strength=strength, warmup=warmup, sync=sync)
+
+    def _install_memory(self, *, decay: float, strength: float, warmup: int, sync: Any) -> None:  # type: ignore[override]
+        if not is_whole(warmup) or warmup < 0:
+            raise OptionError(f"warmup must be a whole number of updates, or 0; got {warmup!r}")
+        forward: dict[str, Any] = {"memory_size": None, "prior_weight": 1.0, "prior_from_init": False, "shift": True}
+        super()._install_memory(decay=decay, strength=strength, sync=sync, **forward)
+        self.warmup = int(warmup)
+        if self.running_mean is None:
+            for name in (*BACKWARD, "num_updates"):
+                self.register_buffer(name, None)
+            return
+        self.register_buffer("backward_mean", torch.zeros_like(self.running_mean))
+        self.register_buffer("backward_product", torch.zeros_like(self.running_mean))
+        self.register_buffer("backward_weight", torch.zeros_like(self.running_weight))
+        self.register_buffer("num_updates", torch.zeros((), dtype=torch.long, device=self.running_mean.device))
+        self._follow(0)
+        updates.watch(self)
+
+    @property
+    def _decay_per_batch(self) -> float:
+        return 1.0
+
+    def _read(self, count: Tensor | float, at_once: bool = False) -> Moments:
+        """As for `MemorizedBatchNorm`. A batch of one value per channel has no variance of its own: it takes the memory
+        at full weight, and with nothing remembered the initial statistics, as heavy as itself.
+        """
+        if isinstance(count, Tensor) or count > 1 or self.momentum is None:
+            return super()._read(count, at_once)
+        weight = torch.where(self.running_weight == 0, count, self.running_weight)
+        return Moments(snapshot(self.running_mean), snapshot(self.running_var), snapshot(weight))
+
+    def _require_values(self, x: Tensor, count: int) -> None:
+        if count != 1 or self.momentum is None:
+            super()._require_values(x, count)
+
+    def _backward_memory(self) -> _Backward:
+        if torch.compiler.is_compiling() and torch.is_grad_enabled() and not self.recording:
+            raise MemnormError(
+                f"{self._name}: a graph that is compiled with recording off never records in backward. Compile "
+                "without fullgraph, which leaves this layer uncompiled, or train without Double-Forward."
+            )
+        return _Backward(self)
+
+    def _remember_shared(self, name: str, union: Moments, _batches: Tensor) -> None:
+        if name == "_outgoing":
+            self._remember(union)
+        else:
+            _merge_backward([self.backward_mean, self.backward_product, self.backward_weight], *union)
+
+    def set_strength(self, value: float) -> None:
+        """Set λ, in [0, 1]; during the warm-up, what it grows to."""
+        self._initial_strength = check_strength(value)
+        if self.strength is not None and not self.strength.is_meta:
+            self._follow(min(int(self.num_updates), self.warmup))
+
+    def _warm_up(self) -> None:
+        """Count an update of the warm-up. The device is read once, then numbers are known here."""
+        left = self._warmup_left
+        count = int(self.num_updates) if left is None else self.warmup - left
+        self._follow(min(count + 1, self.warmup))
+
+    @torch.no_grad()
+    def _follow(self, count: int) -> None:
+        """Set the present λ after `count` updates."""
+        self.num_updates.fill_(count)
+        self.strength.fill_(self._initial_strength * (count / self.warmup if self.warmup else 1.0))
+        vars(self)["_warmup_left"] = self.warmup - count
+
+    def _is_trained(self) -> bool:
+        """Return True if the running statistics have left their initial values; on meta nobody knows."""
+        known = self.running_mean is not None and not self.running_mean.is_meta
+        return not known or bool(self._stands_in())
+
+    def _own_parameter(self) -> nn.Parameter | None:
+        """The parameter whose optimizer makes the layer's updates: the first trainable one."""
+        return next((one for one in self._parameters.values() if one is not None and one.requires_grad), None)
+
+    def _is_trained_by(self, optimizer: Optimizer, held: set[int]) -> bool:
+        """Return True if `optimizer`, which holds the parameters with these ids, makes the layer's updates. A layer
+        without a trainable parameter follows the first optimizer that steps after a backward of the layer.
+        """
+        for own in self._parameters.values():  # `_own_parameter`, faster
+            if own is not None and own.requires_grad:
+                return id(own) in held
+        leader = self._leader and self._leader()
+        if leader is None and self.backward_weight is not None and bool(self.backward_weight > 0):
+            leader = optimizer
+            vars(self)["_leader"] = ref(optimizer)
+        return leader is optimizer
+
+    def reset_parameters(self) -> None:
+        if self._buffers.get("num_updates") is not None:
+            self.num_updates.zero_()
+        super().reset_parameters()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """A checkpoint of plain or memorized batch norm has no backward memory and has seen no update."""
+        begins = self.running_mean is not None and prefix + "num_updates" not in state_dict
+        if begins and prefix + "running_mean" in state_dict:
+            for name in (*BACKWARD, "num_updates", "strength"):
+                state_dict[prefix + name] = torch.zeros_like(self.get_buffer(name), device="cpu")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        vars(self)["_warmup_left"] = None
+        if begins and not self.strength.is_meta:
+            self._follow(0)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        updates.watch(self)
+
+    def _note(self) -> str:
+        count, present = int(self.num_updates), float(self.strength)
+        return f"two-way memory, {count} updates seen, decay {self.decay}, strength {present:g}"
+
+    def extra_repr(self) -> str:
+        plain = f"{self.num_features}, decay={self.decay}, strength={self._initial_strength:g}, warmup={self.warmup}"
+        rare = "" if self.sync is False else f", sync={self.sync}"
+        return f"{plain}, eps={self.eps}, affine={self.affine}, track_running_stats={self.track_running_stats}{rare}"
+
+
+class _Backward:
+    """The backward memory as the backward of one forward uses it: read each time, recorded the first time. Its buffers
+    are those that the forward had, be it those of a `functional_call`.
+    """
+
+    __slots__ = ("before", "buffers", "layer", "recorded", "strength")
+
+    def __init__(self, layer: TwoWayBatchNorm) -> None:
+        self.layer, self.recorded = layer, False
+        buffers: Any = layer._buffers
+        self.buffers = (buffers["backward_mean"], buffers["backward_product"], buffers["backward_weight"])
+        self.strength = None if layer.momentum is None else buffers["strength"]
+
+    def means(self, sum_g: Tensor, sum_gx: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
+        layer, compiling = self.layer, torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not compiling:
+            raise MemnormError(
+                f"{layer._name}: the backward of two-way memory is not the derivative of its forward, so it cannot be "
+                'differentiated again (create_graph=True). Use memnorm.convert(model, "mbn"), which can.'
+            )
+        mean, product = sum_g / count, sum_gx / count
+        if self.buffers[0] is None:
+            return mean, product
+        share = as_scalar(count / (count + self._weight(count)), mean.dtype, mean.device)
+        past_mean, past_product = (one.to(mean.dtype) for one in self.buffers[:2])
+        subtracted = torch.lerp(past_mean, mean, share), torch.lerp(past_product, product, share)
+        if layer.recording and (compiling or (not self.recorded and type(sum_g) is Tensor)):
+            self._record(mean, product, count)
+        return subtracted
+
+    def _weight(self, count: Tensor | float) -> Tensor:
+        """λW_b; for one value per channel as in `TwoWayBatchNorm._read`."""
+        weight: Tensor = self.buffers[2]
+        if self.strength is None:
+            return torch.zeros_like(weight)
+        if isinstance(count, Tensor) or count > 1:
+            return self.strength * weight
+        return torch.where(weight == 0, count, weight)
+
+    def _record(self, mean: Tensor, product: Tensor, count: Tensor | float) -> None:
+        layer = self.layer
+        if layer._outgoing_backward is not None:
+            layer._outgoing_backward.append(Moments(mean, product, count))
+            self.recorded = True
+        elif torch.compiler.is_compiling():
+            _merge_backward(self.buffers, mean, product, count)
+        else:
+            self._note_weight()
+            _merge_backward(self.buffers, mean, product, count)
+            self.written()
+
+    def on_kernels(self) -> tuple[cpu.Past | None, bool]:
+        layer = self.layer
+        known, (mean, product, weight) = layer._known_past, self.buffers
+        if known is None or not (
+            known[0] is mean and known[1] is product and known[2] is weight and known[3] is self.strength
+        ):
+            known = cpu.past_of(self.buffers, self.strength)
+            layer.__dict__["_known_past"] = known
+        if not layer._has_optimizer:
+            self._note_weight()
+        usable = known if layer._outgoing_backward is None else None
+        return usable, layer.recording and not self.recorded
+
+    def _note_weight(self) -> None:
+        """Without an optimizer a backward counts as an update, if it has changed the memory."""
+        self.before = None if self.layer._has_optimizer else float(self.buffers[2])
+
+    def written(self) -> None:
+        layer = self.layer
+        if self.recorded or not layer.recording:
+            return
+        self.recorded = True
+        if layer._has_optimizer or layer._buffers["backward_weight"] is not self.buffers[2]:
+            return
+        if float(self.buffers[2]) != self.before:
+            updates.count_backward(layer)
+
+
+@torch.no_grad()
+def _merge_backward(buffers: Sequence[Tensor], mean: Tensor, product: Tensor, weight: Tensor | float) -> None:
+    """Merge the means of a backward into (A, Q, W_b), in place. Means that are not finite change nothing."""
+    total = buffers[2] + weight
+    share = as_scalar(weight / total, buffers[0].dtype, buffers[0].device)
+    new = [torch.lerp(old, one.to(old.dtype), share) for old, one in zip(buffers, (mean, product), strict=False)]
+    finite = (new[0].isfinite() & new[1].isfinite()).all()
+    # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU.
+    torch._foreach_copy_(
+        list(buffers), [torch.where(finite, one, old) for old, one in zip(buffers, [*new, total], strict=True)]
+    )
+
+
+class TwoWayBatchNorm1d(TwoWayBatchNorm, MemorizedBatchNorm1d):
+    """Two-way memorized batch norm over (N, C) or (N, C, L)."""
+
+
+class TwoWayBatchNorm2d(TwoWayBatchNorm, MemorizedBatchNorm2d):
+    """Two-way memorized batch norm over (N, C, H, W)."""
+
+
+class TwoWayBatchNorm3d(TwoWayBatchNorm, MemorizedBatchNorm3d):
+    """Two-way memorized batch norm over (N, C, D, H, W)."""
+
+
+class TwoWayBatchNormNd(TwoWayBatchNorm, mbn.MemorizedBatchNormNd):
+    """In place of a layer that takes data of any rank, such as SyncBatchNorm."""
+
+
+class TwoWayBatchNormAct2d(TwoWayBatchNorm, mbn.MemorizedBatchNormAct2d):
+    """In place of a batch norm with a `drop` and an `act` layer of its own behind it."""
+
+
+FAMILY = mbn.Family(
+    "two_way",
+    {nn.BatchNorm1d: TwoWayBatchNorm1d, nn.BatchNorm2d: TwoWayBatchNorm2d, nn.BatchNorm3d: TwoWayBatchNorm3d},
+    TwoWayBatchNormNd,
+    TwoWayBatchNormAct2d,
+    {"decay": 0.9, "strength": 1.0, "warmup": 100, "sync": False},
+)
+
+
+def replace(layer: _BatchNorm, *, center: Any = "auto", **options: Any) -> MemorizedBatchNorm:
+    """A two-way layer in place of a batch norm; `center` is the business of `_center`."""
+    centering.check_mode(center)
+    return FAMILY.replace(layer, **options)
+
+
+def _center(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Centre the layers before the norms: their weights where the norms are untrained, else their gradients."""
+    mode = options.get("center", "auto")
+    if mode == "auto":
+        norms = [layer for layer in model.modules() if isinstance(layer, TwoWayBatchNorm)]
+        mode = "gradients" if any(layer._is_trained() for layer in norms) else "weights"
+    if mode is not None:
+        centering.center_where_possible(model, mode)
+
+
+ENTRY: dict[str, Any] = {
+    "name": "two_way",
+    "title": "Two-way memorized batch norm",
+    "paper": "memnorm, 2026; built on MBN (Guo et al., AAAI 2018) and on the insight of MABN (Yan et al., ICLR 2020) "
+    "that backward's statistics matter",
+    "replace": replace,
+    "records": True,
+    "state": "pooled moments of recent batches, and the two means of their backwards",
+    "keeps_weights": True,
+    "folds": True,
+    "double_forward": "fresher statistics",
+    "surgery": _center,
+    "settle": centering.remove,
+}

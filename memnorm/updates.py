@@ -1,0 +1,147 @@
+"""How a layer learns that the weights have changed, and by how much the loss is scaled.
+
+A memory goes stale when the weights change, so its age is counted in updates. Torch calls a hook after every step of
+every optimizer; a layer counts the steps of the optimizer that holds its own weight (or bias). A step that `GradScaler`
+skips is no update. A layer that no optimizer trains counts each forward that has a backward.
+
+`GradScaler` multiplies the loss, and with it every gradient, by a factor that changes during training. Torch has no
+hook for that, so `GradScaler.scale` is wrapped: within a scaled backward, what the layers remember of backward is
+multiplied by the factor, and divided by it afterwards. At rest it belongs to the unscaled loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
+from memnorm.kernels import cpu
+from memnorm.modules import has_skipped
+
+if TYPE_CHECKING:
+    from memnorm.norms.two_way import TwoWayBatchNorm
+
+_layers: WeakSet[TwoWayBatchNorm] = WeakSet()
+_counted_early: WeakSet[Optimizer] = WeakSet()  # their running step has been counted before torch's hook
+
+
+def watch(layer: TwoWayBatchNorm) -> None:
+    """Let `layer` learn of updates from now on."""
+    _install_hooks()
+    _layers.add(layer)
+
+
+@functools.cache
+def _install_hooks() -> None:
+    register_optimizer_step_post_hook(_after_step)
+    GradScaler.scale = _noticed(GradScaler.scale)  # type: ignore[method-assign]
+
+
+def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if optimizer in _counted_early:
+        _counted_early.discard(optimizer)
+    else:
+        _count_step(optimizer)
+
+
+def count_step_early(optimizer: Optimizer) -> None:
+    """Count the running step of `optimizer` now: what is recorded from here on saw the new weights."""
+    _count_step(optimizer)
+    _counted_early.add(optimizer)
+
+
+def _count_step(optimizer: Optimizer) -> None:
+    if not _layers or has_skipped(optimizer):
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    layers = [layer for layer in _layers if layer.training and layer._is_trained_by(optimizer, held)]
+    for layer in layers:
+        layer.__dict__["_has_optimizer"] = True
+    count_update(layers)
+
+
+@torch.no_grad()
+def count_update(layers: list[TwoWayBatchNorm]) -> None:
+    """The weights before these layers have changed: their memories fade. Every step pays for this, so the layers go
+    together.
+    """
+    buffers: list[Any] = [layer._buffers for layer in layers]
+    weights = [one[name] for one in buffers for name in ("running_weight", "backward_weight")]
+    decays = [layer.decay for layer in layers for _ in range(2)]
+    if weights and not cpu.fade(weights, decays):
+        torch._foreach_mul_(weights, decays)
+    for layer in layers:
+        if layer._warmup_left != 0:
+            layer._warm_up()
+
+
+def count_backward(layer: TwoWayBatchNorm) -> None:
+    """A forward and its backward are over: an update, if no optimizer trains the layer."""
+    if layer._has_optimizer is None:
+        held, own = _held_by_optimizers(torch._C._current_graph_task_id()), layer._own_parameter()
+        vars(layer)["_has_optimizer"] = bool(held) if own is None else id(own) in held
+    if not layer._has_optimizer:
+        count_update([layer])
+
+
+@functools.lru_cache(maxsize=1)
+def _held_by_optimizers(_backward: int) -> set[int]:
+    """The ids of all parameters that an optimizer holds. Torch keeps no list of optimizers, so this searches all
+    objects, once for the layers that ask within the same backward.
+    """
+    optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
+    return {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
+
+
+def _noticed(scale: Any) -> Any:
+    @functools.wraps(scale)
+    def noticed(self: GradScaler, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        if self.is_enabled():
+            for leaf in tree_leaves(scaled):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _gradient: _scaled_backward.enter(self))
+        return scaled
+
+    return noticed
+
+
+class _ScaledBackward:
+    """The backward of a scaled loss, while it runs."""
+
+    def __init__(self) -> None:
+        self._scale: Tensor | None = None
+        self._task = -1
+
+    def enter(self, scaler: GradScaler) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._scale is not None and self._task == task:  # another output of the same backward
+            return
+        self.leave()  # of a backward that raised
+        self._scale, self._task = torch.as_tensor(scaler._scale).detach().clone(), task
+        self._multiply(self._scale)
+        Variable._execution_engine.queue_callback(self.leave)
+
+    def leave(self) -> None:
+        if self._scale is not None:
+            self._multiply(1 / self._scale)
+            self._scale = None
+
+    def _multiply(self, factor: Tensor) -> None:
+        for layer in _layers:
+            for name in ("backward_mean", "backward_product"):
+                vector = layer._buffers[name]
+                if vector is not None:  # .data: autograd must not count this as a change
+                    vector.data.mul_(factor.to(vector.device, vector.dtype))
+
+
+_scaled_backward = _ScaledBackward()

@@ -1,0 +1,263 @@
+"""Centred gradients: which layers, what they lose, and every training loop they must survive."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from support import images, labels, small_net
+from torch import nn
+
+import memnorm
+
+
+def means(tensor):
+    return tensor.flatten(1).mean(1)
+
+
+def loss_of(net, seed=0):
+    return nn.functional.cross_entropy(net(images(4, seed=seed)), labels(4, seed=seed))
+
+
+def assert_centred(net, names=("0", "3")):
+    for name in names:
+        gradient = net.get_submodule(name).weight.grad
+        torch.testing.assert_close(means(gradient), torch.zeros(len(gradient)), rtol=0, atol=1e-7)
+        assert gradient.abs().max() > 1e-4
+
+
+def test_it_names_the_layers_that_feed_a_norm_and_leaves_the_classifier_alone():
+    net = small_net()
+    handle = memnorm.center(net)
+    assert handle.layers == ("0", "3")
+    loss_of(net).backward()
+    assert_centred(net)
+    assert means(net[8].weight.grad).abs().max() > 1e-4
+
+
+class Zoo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.stem_norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.depthwise, self.depthwise_norm = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8)
+        self.squeeze, self.excite = nn.Conv2d(8, 2, 1), nn.Conv2d(2, 6, 1)
+        self.grouped, self.grouped_norm = nn.Conv2d(8, 12, 3, padding=1, groups=2), nn.GroupNorm(3, 12)
+        self.up, self.up_norm = nn.ConvTranspose2d(12, 4, 2, stride=2, groups=2), nn.InstanceNorm2d(4)
+        self.hidden, self.hidden_norm = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.stem_norm(self.stem(x)).relu()
+        x = self.depthwise_norm(self.depthwise(x)).relu()
+        x = x + self.excite(self.squeeze(x)).mean()
+        x = self.up_norm(self.up(self.grouped_norm(self.grouped(x)).relu())).relu()
+        return self.head(self.hidden_norm(self.hidden(x.mean((2, 3)))).relu())
+
+
+def test_filters_of_one_channel_layers_before_no_norm_and_the_head_are_left_alone():
+    assert memnorm.center(Zoo()).layers == ("stem", "grouped", "up", "hidden")
+
+
+def test_a_transposed_convolution_loses_the_mean_over_what_each_output_is_made_of():
+    net = Zoo()
+    memnorm.center(net)
+    loss_of(net).backward()
+    gradient = net.up.weight.grad.unflatten(0, (2, 6))  # group, inputs of the group, outputs of the group, …
+    torch.testing.assert_close(gradient.mean((1, 3, 4)), torch.zeros(2, 2), rtol=0, atol=1e-7)
+    assert net.up.weight.grad.flatten(1).mean(1).abs().max() > 1e-6
+
+
+def test_with_gradients_the_outputs_before_training_are_bit_equal():
+    net = small_net()
+    wanted = copy.deepcopy(net)(images(4, seed=0))
+    memnorm.center(net, "gradients")
+    assert torch.equal(net(images(4, seed=0)), wanted)
+    assert net.state_dict().keys() == small_net().state_dict().keys()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_means_of_weights_move_only_by_weight_decay(decay):
+    net = small_net()
+    memnorm.center(net)
+    before = means(net[0].weight.detach())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=decay)
+    for seed in range(5):
+        optimizer.zero_grad()
+        loss_of(net, seed).backward()
+        optimizer.step()
+    wanted = before * (1 - 0.1 * decay) ** 5
+    torch.testing.assert_close(means(net[0].weight.detach()), wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_centred_weights_stay_centred_under_momentum_and_weight_decay():
+    net = small_net()
+    memnorm.center(net, "weights")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
+    for seed in range(10):
+        optimizer.zero_grad()
+        loss_of(net, seed).backward()
+        optimizer.step()
+    for index in (0, 3):
+        torch.testing.assert_close(
+            means(net[index].weight.detach()), torch.zeros(len(net[index].weight)), rtol=0, atol=1e-6
+        )
+
+
+def test_the_conversion_centres_weights_of_untrained_and_gradients_of_trained_models():
+    fresh, pretrained = small_net(), small_net()
+    pretrained(images(8, seed=0))
+    weights = pretrained[0].weight.clone()
+    memnorm.convert(fresh, "two_way")
+    memnorm.convert(pretrained, "two_way")
+    assert means(fresh[0].weight).abs().max() < 1e-7
+    assert torch.equal(pretrained[0].weight, weights)
+    for net in (fresh, pretrained):
+        loss_of(net).backward()
+        assert_centred(net)
+
+
+def test_the_conversion_can_leave_it_out():
+    net = memnorm.convert(small_net(), "two_way", center=None)
+    loss_of(net).backward()
+    assert means(net[0].weight.grad).abs().max() > 1e-4
+
+
+def test_a_model_whose_norms_nothing_feeds_is_converted_and_cannot_be_centred():
+    memnorm.convert(nn.Sequential(nn.BatchNorm2d(3)), "two_way")
+    with pytest.raises(memnorm.MemnormError, match="feeds a norm"):
+        memnorm.center(nn.Sequential(nn.BatchNorm2d(3)))
+
+
+@pytest.mark.parametrize("undo", ["handle", "to_batchnorm"])
+def test_it_can_be_removed(undo):
+    net = memnorm.convert(small_net(), "two_way") if undo == "to_batchnorm" else small_net()
+    if undo == "handle":
+        memnorm.center(net).remove()
+    else:
+        memnorm.to_batchnorm(net)
+    loss_of(net).backward()
+    assert means(net[0].weight.grad).abs().max() > 1e-4
+    assert vars(net[0]).keys() == vars(nn.Conv2d(3, 3, 3)).keys()
+
+
+def test_calling_it_twice_is_calling_it_once():
+    net = small_net()
+    memnorm.center(net)
+    memnorm.center(net).remove()
+    loss_of(net).backward()
+    assert means(net[0].weight.grad).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net)), lambda net: copy.deepcopy(copy.deepcopy(net))],
+)
+def test_copies_keep_it_and_are_removed_apart(duplicate):
+    net = small_net()
+    handle = memnorm.center(net)
+    twin = duplicate(net)
+    handle.remove()
+    for one in (net, twin):
+        loss_of(one).backward()
+    assert_centred(twin)
+    assert means(net[0].weight.grad).abs().max() > 1e-4
+
+
+def test_a_model_made_on_meta_is_centred_once_it_has_weights():
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 6), nn.Flatten())
+    memnorm.convert(net, "two_way")
+    net = copy.deepcopy(net).to_empty(device="cpu")
+    for module in net.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for _ in range(2):
+        loss_of(net).backward()
+    assert_centred(net, ["0"])
+    assert not net[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_accumulated_gradients_of_any_layout_and_dtype(layout, dtype):
+    net, plain = (small_net(dtype=dtype).to(memory_format=layout) for _ in range(2))
+    memnorm.center(net)
+    for model in (net, plain):
+        for seed in range(3):
+            x = images(4, seed=seed, dtype=dtype).contiguous(memory_format=layout)
+            nn.functional.cross_entropy(model(x).float(), labels(4, seed=seed)).backward()
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    for index in (0, 3):
+        gradient = plain[index].weight.grad
+        wanted = gradient - gradient.mean((1, 2, 3), keepdim=True)
+        torch.testing.assert_close(net[index].weight.grad, wanted, rtol=tolerance, atol=tolerance)
+
+
+def fused(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
+def grouped(net):
+    sizes = [[p for p in net.parameters() if p.dim() > 1], [p for p in net.parameters() if p.dim() == 1]]
+    return torch.optim.SGD([{"params": one, "lr": rate} for one, rate in zip(sizes, (0.1, 0.01), strict=True)])
+
+
+@pytest.mark.parametrize("make", [fused, grouped], ids=["fused", "parameter groups"])
+@pytest.mark.parametrize("extra", ["nothing", "clipping", "scaler", "closure"])
+def test_weights_stay_centred_in_every_loop(make, extra):
+    net = small_net()
+    memnorm.center(net, "weights")
+    optimizer, scaler = make(net), torch.amp.GradScaler("cpu", init_scale=8.0, enabled=extra == "scaler")
+    for seed in range(4):
+
+        def closure(seed=seed):
+            optimizer.zero_grad()
+            loss = loss_of(net, seed)
+            scaler.scale(loss).backward()
+            return loss
+
+        if extra == "closure":
+            optimizer.step(closure)
+            continue
+        closure()
+        if extra == "clipping":
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    assert means(net[3].weight.detach()).abs().max() < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_under_create_graph_the_centred_gradient_can_be_differentiated():
+    net = small_net()
+    memnorm.center(net)
+    loss_of(net).backward(create_graph=True)
+    assert_centred(net)
+    penalty = sum(parameter.grad.square().sum() for parameter in net.parameters())
+    assert all(one.isfinite().all() for one in torch.autograd.grad(penalty, list(net.parameters()), allow_unused=True))
+    net.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_has_centred_gradients():
+    torch.compiler.reset()
+    net = small_net()
+    memnorm.center(net)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    loss_of(compiled).backward()
+    assert_centred(net)
+
+
+def test_frozen_weights_are_passed_over():
+    net = small_net()
+    net[0].requires_grad_(False)
+    assert memnorm.center(net).layers == ("0", "3")
+    loss_of(net).backward()
+    assert_centred(net, ["3"])
+
+
+def test_wrong_arguments_are_errors():
+    with pytest.raises(memnorm.MemnormError, match="'gradients' or 'weights'"):
+        memnorm.center(small_net(), "filters")
+    with pytest.raises(memnorm.MemnormError, match=r"torch\.nn\.Module"):
+        memnorm.center(nn.Conv2d)

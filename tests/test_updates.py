@@ -1,0 +1,241 @@
+"""How two-way layers learn of updates: every kind of training loop, without a line for it in the loop."""
+
+import copy
+
+import pytest
+import torch
+from support import assert_same_state, images, labels, small_net
+from torch import nn
+
+import memnorm
+
+DECAY, COUNT, VALUES = 0.7, 4, (4 * 36, 4 * 16)  # images a batch; values per channel behind the first and second norm
+
+
+def two_way(**options):
+    return memnorm.convert(small_net(dtype=torch.float64), "two_way", **{"warmup": 0, "decay": DECAY, **options})
+
+
+def loss_of(net, seed, count=COUNT):
+    return nn.functional.cross_entropy(net(images(count, seed=seed, dtype=torch.float64)), labels(count, seed=seed))
+
+
+def weights(net):
+    return [[float(layer.running_weight), float(layer.backward_weight)] for layer in (net[1], net[4])]
+
+
+def closed_form(updates_since):
+    """W and W_b of both norms after batches each of which is so many updates old."""
+    total = sum(DECAY**age for age in updates_since)
+    return [[values * total] * 2 for values in VALUES]
+
+
+def assert_weights(net, updates_since):
+    torch.testing.assert_close(weights(net), closed_form(updates_since), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("windows", [[1] * 50, [4] * 12 + [2], [16, 16, 16, 2], [3, 1, 7, 2, 5, 1, 1, 30]], ids=str)
+def test_batches_fade_with_each_step_and_not_within_a_window(windows):
+    net = two_way()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    ages = []
+    for number, window in enumerate(windows):
+        for part in range(window):
+            loss_of(net, 100 * number + part).backward()
+            ages.append(0)
+            assert_weights(net, ages)
+        optimizer.step()
+        optimizer.zero_grad()
+        ages = [age + 1 for age in ages]
+        assert_weights(net, ages)
+    assert len(ages) == 50
+
+
+def test_without_an_optimizer_each_forward_with_a_backward_is_an_update():
+    net, ages = two_way(), []
+    for step in range(50):
+        gradients = torch.autograd.grad(loss_of(net, step), list(net.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                parameter.sub_(0.01 * gradient)
+        ages = [age + 1 for age in (*ages, 0)]
+        assert_weights(net, ages)
+
+
+def test_an_optimizer_that_trains_something_else_does_not_count():
+    net, other = two_way(), nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (net, other)]
+    loss_of(net, 0).backward()
+    other(torch.ones(1, 2)).sum().backward()
+    optimizers[1].step()
+    assert_weights(net, [0])
+    optimizers[0].step()
+    assert_weights(net, [1])
+
+
+def test_of_two_optimizers_each_counts_for_the_layers_that_it_trains():
+    net = two_way()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.01) for part in (net[:3], net[3:]))
+    for step in range(4):
+        loss_of(net, step).backward()
+        second.step()
+        if step % 2:
+            first.step()
+    ages_of_first, ages_of_second = [2, 2, 1, 1], [4, 3, 2, 1]
+    expected = [closed_form(ages_of_first)[0], closed_form(ages_of_second)[1]]
+    torch.testing.assert_close(weights(net), expected, rtol=1e-12, atol=0)
+
+
+def test_optimizers_that_share_the_parameters_of_a_layer_count_once():
+    net = two_way()
+    matrices = torch.optim.SGD([p for p in net.parameters() if p.dim() > 1], lr=0.01)
+    vectors = torch.optim.Adam([p for p in net.parameters() if p.dim() == 1], lr=0.01)
+    for step in range(3):
+        loss_of(net, step).backward()
+        matrices.step()
+        vectors.step()
+    assert_weights(net, [3, 2, 1])
+
+
+@pytest.mark.parametrize("how", ["frozen", "without affine map"])
+def test_a_layer_without_trainable_parameters_follows_the_optimizer_of_its_model(how):
+    net = small_net(dtype=torch.float64)
+    for index in (1, 4):
+        if how == "frozen":
+            net[index].requires_grad_(False)
+        else:
+            net[index] = nn.BatchNorm2d(net[index].num_features, affine=False, dtype=torch.float64)
+    net = memnorm.convert(net, "two_way", warmup=0, decay=DECAY)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
+    for step in range(3):
+        for part in range(2):
+            loss_of(net, 10 * step + part).backward()
+        optimizer.step()
+    assert_weights(net, [3, 3, 2, 2, 1, 1])
+
+
+def test_a_closure_is_one_update():
+    net = two_way()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range(3):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(net, step)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_weights(net, [3, 2, 1])
+
+
+def test_steps_while_gradients_arrive_count_once():
+    """One optimizer for each parameter, as in memory-saving trainings."""
+    net = two_way()
+    for parameter in net.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.01)
+        parameter.register_post_accumulate_grad_hook(lambda _parameter, optimizer=optimizer: optimizer.step())
+    for step in range(3):
+        loss_of(net, step).backward()
+        net.zero_grad()
+    assert_weights(net, [3, 2, 1])
+
+
+def test_a_layer_in_eval_mode_keeps_its_memory():
+    net = two_way()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loss_of(net, 0).backward()
+    net[1].eval()
+    optimizer.step()
+    expected = [closed_form([0])[0], closed_form([1])[1]]
+    torch.testing.assert_close(weights(net), expected, rtol=1e-12, atol=0)
+
+
+def test_a_model_that_is_not_used_any_more_is_not_kept():
+    import gc
+    import weakref
+
+    net = two_way()
+    loss_of(net, 0).backward()
+    gone = weakref.ref(net[1])
+    del net
+    gc.collect()
+    assert gone() is None
+
+
+# GradScaler
+
+
+def scaled_training(net, scaler, steps, *, broken=(), accumulate=2):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            loss = loss_of(net, 10 * step + part)
+            if step in broken:
+                loss = loss * float("inf")
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif step not in broken:
+            optimizer.step()
+    return net
+
+
+def test_a_scale_that_doubles_does_not_disturb_what_is_remembered():
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    scaled, plain = scaled_training(two_way(), scaler, 9), scaled_training(two_way(), None, 9)
+    assert scaler.get_scale() == 64
+    assert_same_state(scaled, plain, atol=1e-12)
+
+
+def test_a_skipped_step_is_no_update_and_its_gradients_are_not_remembered():
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    scaled = scaled_training(two_way(), scaler, 6, broken=(0, 3))
+    plain = scaled_training(two_way(), None, 6, broken=(0, 3))
+    assert scaler.get_scale() == 16
+    assert_same_state(scaled, plain, atol=1e-12)
+    forward, backward = weights(scaled)[0]
+    ages = {0: 4, 1: 4, 2: 3, 3: 2, 4: 2, 5: 1}
+    assert forward == pytest.approx(2 * VALUES[0] * sum(DECAY**age for age in ages.values()))
+    assert backward == pytest.approx(2 * VALUES[0] * sum(DECAY ** ages[step] for step in (1, 2, 4, 5)))
+
+
+def test_a_step_that_a_fused_optimizer_skips_is_no_update():
+    net = two_way()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, fused=True)
+    loss_of(net, 0).backward()
+    optimizer.found_inf = torch.tensor(1.0)  # as GradScaler tells an optimizer that skips by itself
+    optimizer.step()
+    assert_weights(net, [0])
+    del optimizer.found_inf
+    optimizer.step()
+    assert_weights(net, [1])
+
+
+def test_clipping_has_no_effect_on_what_is_remembered():
+    nets = [two_way(), two_way()]
+    for net, clip in zip(nets, (True, False), strict=True):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            if clip:
+                nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+            optimizer.step()
+    assert_same_state(*nets)
+
+
+def test_an_average_of_the_model_keeps_its_own_memory():
+    net = two_way()
+    average = torch.optim.swa_utils.AveragedModel(net, use_buffers=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range(3):
+        loss_of(net, step).backward()
+        optimizer.step()
+    before = copy.deepcopy(average.state_dict())
+    assert float(average.module[1].running_weight) == 0
+    average.update_parameters(net)
+    assert average.state_dict().keys() == before.keys()
+    assert average.module[1].running_mean.isfinite().all()
