@@ -46,6 +46,10 @@ def net(**options: Any) -> nn.Module:
     return memnorm.convert(small_net(dtype=torch.float64), **{"memory_size": MEMORY, "decay": 0.8, **options})
 
 
+def two_way_net(**options: Any) -> nn.Module:
+    return memnorm.convert(small_net(dtype=torch.float64), "two_way", warmup=0, decay=0.8, **options)
+
+
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 

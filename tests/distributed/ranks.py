@@ -8,7 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rankkit import collectives_of, even_part, loss, main, net, own_part, sgd, state_of, trajectory, wrapped
+from rankkit import (
+    collectives_of,
+    even_part,
+    loss,
+    main,
+    net,
+    own_part,
+    sgd,
+    state_of,
+    trajectory,
+    two_way_net,
+    wrapped,
+)
 from support import leaf, randn, small_net
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -49,6 +61,18 @@ def exchanged_double() -> list[Any]:
     optimizer = sgd(model)
     exchange_memory(model, optimizer)
     memnorm.double_forward(model, optimizer)
+    return trajectory(model, optimizer, even_part)
+
+
+def joint_two_way() -> list[Any]:
+    model = wrapped(two_way_net(sync=True))
+    return trajectory(model, sgd(model), own_part)
+
+
+def exchanged_two_way() -> list[Any]:
+    model = wrapped(two_way_net())
+    optimizer = sgd(model)
+    exchange_memory(model, optimizer)
     return trajectory(model, optimizer, even_part)
 
 
@@ -224,8 +248,8 @@ def spoilt() -> dict[str, Tensor]:
 
 
 PROGRAMS = (
-    *(plain, joint_single, joint_double, exchanged_single, exchanged_double, collectives),
-    *(accumulated_joint, accumulated_exchange, second_derivative, checkpointed, group_of_two, scant),
+    *(plain, joint_single, joint_double, exchanged_single, exchanged_double, joint_two_way, exchanged_two_way),
+    *(collectives, accumulated_joint, accumulated_exchange, second_derivative, checkpointed, group_of_two, scant),
     *(without_statistics, handed_out, spoilt, exchanged_in_groups, narrow, others),
 )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rankkit import STEPS, everything, loss, net, results, sgd, state_of, torchrun, trajectory
+from rankkit import STEPS, everything, loss, net, results, sgd, state_of, torchrun, trajectory, two_way_net
 from support import images, leaf, randn
 from torch import nn
 
@@ -73,6 +73,36 @@ def test_sync_is_one_process_with_the_joint_batch(found, scheme):
         for one in together:
             same(one["gradients"], alone["gradients"], atol=1e-10)
             same(one["state"], alone["state"], atol=1e-10)
+
+
+def test_sync_is_one_process_with_the_joint_batch_for_two_way_memory_as_well(found):
+    """DDP averages gradients, so the loss of a process counts as often as there are processes; so do the means."""
+    model = two_way_net()
+    ranks = len(found)
+    for step, alone in enumerate(trajectory(model, sgd(model), everything(ranks))):
+        for name in ("1", "4"):
+            for vector in ("backward_mean", "backward_product"):
+                alone["state"][f"{name}.{vector}"] *= ranks
+        together = [seen["joint_two_way"][step] for seen in found]
+        same(torch.cat([one["output"] for one in together]), alone["output"], atol=1e-10)
+        for one in together:
+            same(one["gradients"], alone["gradients"], atol=1e-10)
+            same(one["state"], alone["state"], atol=1e-10)
+
+
+def test_two_way_layers_exchange_both_memories_and_count_every_value(found):
+    ranks, values = len(found), 4 * 6 * 6
+    for step in range(STEPS):
+        states = [seen["exchanged_two_way"][step]["state"] for seen in found]
+        for state in states[1:]:
+            same(state, states[0])
+        expected = ranks * values * sum(0.8**age for age in range(1, step + 2))
+        assert float(states[0]["1.running_weight"]) == pytest.approx(expected)
+        assert float(states[0]["1.backward_weight"]) == pytest.approx(expected)
+    first = two_way_net()[0]
+    inputs = torch.cat([first(image_of(rank, 0)) for rank in range(ranks)])
+    same(found[0]["exchanged_two_way"][0]["state"]["1.running_mean"], inputs.mean((0, 2, 3)).detach(), atol=1e-12)
+    assert found[0]["exchanged_two_way"][-1]["state"]["1.backward_product"].abs().min() > 1e-6
 
 
 def replicas_that_share(ranks, double):
