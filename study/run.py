@@ -41,6 +41,7 @@ class Recorder(GridListener):
             "curve": self.store.run(outcome.spec).metrics(),
             "environment": result["environment"],
         }
+        self.path.parent.mkdir(exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
