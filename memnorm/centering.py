@@ -2,7 +2,7 @@
 
 After a ReLU inputs are positive, so a change of a filter's mean moves the mean of its channel most of all. Batch norm
 takes that out within the batch; a memory of earlier batches goes stale by it. Without the mean of each filter's
-gradient, the channel means hardly drift (Gradient Centralization, Yong et al., ECCV 2020).
+gradient, the channel means drift less (Gradient Centralization, Yong et al., ECCV 2020).
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memnorm.errors import NothingToConvert, OptionError, check_module
 from memnorm.kernels import cpu
 
 Mode = Literal["gradients", "weights"]
 ATTRIBUTE = "_memnorm_centred"  # of a layer whose gradient is centred
+_centred_layers: WeakSet[nn.Module] = WeakSet()
 
 
 def center(model: nn.Module, mode: Mode = "gradients") -> Centering:
@@ -32,14 +35,16 @@ def center(model: nn.Module, mode: Mode = "gradients") -> Centering:
     `"gradients"`: whenever a gradient is accumulated in `weight.grad`, each filter loses its mean there (what
     `torch.autograd.grad` returns is not changed). Weights, outputs and checkpoints stay as they are.
 
-    `"weights"`: besides, the weights lose the mean of each filter once, now; for a network trained from scratch. With
-    SGD they stay centred; an optimizer that scales each element by itself, as Adam does, lets them drift.
+    `"weights"` also subtracts each filter's mean from the weights, once, at the call. Use it for networks trained from
+    scratch. With SGD they stay centred; an optimizer that scales each element by itself, as Adam does, lets them drift.
 
-    A layer feeds a norm if it is the nearest one before it, in the order in which the model registers its modules, that
-    has as many outputs as the norm has channels. Filters that read a single channel (depthwise convolutions, images of
+    A norm is fed by the nearest earlier layer, in the order of registration, with as many outputs as the norm has
+    channels. Filters that read a single channel (depthwise convolutions, images of
     one channel) are left alone: their mean is all that they see of the channel's level.
 
-    Copies and pickles of the model keep it. `memnorm.convert(model, "two_way")` does it by itself.
+    Copies and pickles of the model keep it, and a weight that is replaced or unfrozen later is centred from its second
+    step on. A hook of yours that steps as soon as a gradient is accumulated must be registered after this call.
+    `memnorm.convert(model, "two_way")` centres by itself.
 
     Returns:
         A handle: `layers` names the layers that are centred, `remove()` ends it.
@@ -47,7 +52,7 @@ def center(model: nn.Module, mode: Mode = "gradients") -> Centering:
     check_module(model, "center")
     if mode not in ("gradients", "weights"):
         raise OptionError(f"center: mode must be 'gradients' or 'weights'; got {mode!r}")
-    if not any(feeding(model, _channels_of)):
+    if not _to_center(model):
         raise NothingToConvert(
             f"center: {type(model).__name__} has no convolution or linear layer whose output feeds a norm"
         )
@@ -55,15 +60,19 @@ def center(model: nn.Module, mode: Mode = "gradients") -> Centering:
 
 
 def center_where_possible(model: nn.Module, mode: Mode) -> Centering:
-    """`center`, be it of no layer at all."""
-    found = dict(feeding(model, _channels_of))
+    """`center` without the error if no layer feeds a norm."""
+    found = _to_center(model)
     remove(model)
     for layer in found.values():
         if mode == "weights":
             with torch.no_grad():
-                layer.weight.copy_(_centred(layer.weight, _groups(layer)))
+                layer.weight.copy_(centred(layer.weight, groups_of(layer)))
         _attach(layer)
     return Centering(model, tuple(found))
+
+
+def _to_center(model: nn.Module) -> dict[str, Any]:
+    return {name: layer for name, layer in feeding(model, _channels_of) if _inputs(layer) > 1}
 
 
 class Centering:
@@ -124,7 +133,25 @@ def _attach(layer: nn.Module) -> None:
     if layer.weight.is_meta:
         layer.register_forward_pre_hook(_attach_now)
     else:
-        vars(layer)[ATTRIBUTE] = _Centred(layer.weight, _groups(layer))  # type: ignore[arg-type]
+        vars(layer)[ATTRIBUTE] = _Centred(layer.weight, groups_of(layer))  # type: ignore[arg-type]
+        _watch_weights()
+        _centred_layers.add(layer)
+
+
+@functools.cache
+def _watch_weights() -> None:
+    register_optimizer_step_post_hook(_follow_weights)
+
+
+def _follow_weights(*_step: Any) -> None:
+    """Centre weights that have been replaced, as by `load_state_dict(assign=True)`, or unfrozen."""
+    for layer in _centred_layers:
+        centred, weight = vars(layer).get(ATTRIBUTE), layer._parameters.get("weight")
+        if centred is None or weight is None:
+            continue
+        if weight is not centred.weight or (centred.handle is None and weight.requires_grad):
+            centred.detach()
+            vars(layer)[ATTRIBUTE] = _Centred(weight, centred.groups)
 
 
 def _attach_now(layer: nn.Module, _args: Any = None) -> None:
@@ -139,13 +166,15 @@ def _stop_waiting(layer: nn.Module) -> None:
 
 def _center_gradient(weight: Tensor, groups: int) -> None:
     gradient: Any = weight.grad
+    if gradient is None:  # an earlier hook has stepped and cleared it
+        return
     if gradient.requires_grad:  # create_graph: it may be differentiated again
-        weight.grad = _centred(gradient, groups)
+        weight.grad = centred(gradient, groups)
     elif groups or not cpu.center(gradient, weight.shape[0]):
-        gradient.copy_(_centred(gradient, groups))
+        gradient.copy_(centred(gradient, groups))
 
 
-def _centred(weight: Tensor, groups: int) -> Tensor:
+def centred(weight: Tensor, groups: int) -> Tensor:
     """`weight` (or its gradient) without the mean over what each output channel is made of.
 
     `groups` is 0 where outputs are the first dimension. A transposed convolution has its inputs first, in groups.
@@ -156,12 +185,12 @@ def _centred(weight: Tensor, groups: int) -> Tensor:
     return (grouped - grouped.mean([1, *range(3, grouped.dim())], keepdim=True)).flatten(0, 1)
 
 
-def _groups(layer: nn.Module) -> int:
+def groups_of(layer: nn.Module) -> int:
     return int(layer.groups) if isinstance(layer, _ConvTransposeNd) else 0
 
 
 def feeding(model: nn.Module, channels_of: Callable[[nn.Module], int | None]) -> Iterator[tuple[str, Any]]:
-    """The convolutions and linear layers that feed a norm, by name; `channels_of` tells a norm and its channels."""
+    """The convolutions and linear layers that feed a norm, by name; `channels_of` returns the channels of a norm."""
     free: list[tuple[str, Any]] = []
     for name, module in model.named_modules():
         if isinstance(module, (_ConvNd, nn.Linear)):
@@ -170,11 +199,10 @@ def feeding(model: nn.Module, channels_of: Callable[[nn.Module], int | None]) ->
         channels = channels_of(module)
         if channels is None:
             continue
-        before = [one for one in free if _outputs(one[1]) == channels]
+        before = [one for one in free if outputs_of(one[1]) == channels]
         if before:
             free.remove(before[-1])
-            if _inputs(before[-1][1]) > 1:
-                yield before[-1]
+            yield before[-1]
 
 
 def _channels_of(module: nn.Module) -> int | None:
@@ -185,7 +213,7 @@ def _channels_of(module: nn.Module) -> int | None:
     return int(module.num_channels) if isinstance(module, nn.GroupNorm) else None
 
 
-def _outputs(layer: Any) -> int:
+def outputs_of(layer: Any) -> int:
     return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
 
 

@@ -158,9 +158,10 @@ class _Joint(torch.autograd.Function):
         grad = grad_y.to(inv.dtype)
         own = torch.stack([grad.sum(dims), (grad * x_hat).sum(dims)])
         grad_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] or ctx.memory is not None:
             sums = _Sum.apply(own, ctx.group)
             means = sums / hat.weight if ctx.memory is None else torch.stack(ctx.memory.means(*sums, batch.weight))
+        if ctx.needs_input_grad[0]:
             mean, product = means.view(2, *channels).unbind()
             scale = inv if weight is None else inv * weight
             grad_x = ((grad - mean - x_hat * product) * scale.view(channels)).to(x.dtype)

@@ -93,7 +93,8 @@ def exchange_memory(model: nn.Module, optimizer: Optimizer, *, group: Any = None
     everywhere. It begins as rank 0's.
 
     Two-way layers share the means of backward as well, 2C + 2 numbers more, and give an entry the weight of all its
-    values: their memory stands for the large batch that the processes make together.
+    values: their memory stands for the large batch that the processes make together. They cannot be compiled with
+    `fullgraph=True` then.
 
     Args:
         model: the module that the loop trains, wrapped or not.
@@ -168,7 +169,7 @@ class Exchange:
             mean_RC, var_RC = part_RV[:, :-2].chunk(2, dim=1)
             count_R, batches_R = part_RV[:, -2:].unbind(1)
             # Not a number, so not remembered, if nobody has recorded.
-            union = pool(mean_RC, var_RC, count_R, shift=name == "_outgoing")
+            union = pool(mean_RC, var_RC, count_R, shift=layer.outgoing[name])
             total = Moments(*(torch.as_tensor(value).to(layer.running_mean) for value in union))
             layer._remember_shared(name, total, batches_R.sum())
 
@@ -226,8 +227,8 @@ def _packed(layer: MemorizedBatchNorm, name: str) -> Tensor:
     mean_KC, var_KC = torch.stack([one.mean for one in batches]), torch.stack([one.var for one in batches])
     finite_K = (mean_KC.isfinite() & var_KC.isfinite()).all(1)
     count_K = finite_K * torch.stack([mean_KC.new_tensor(one.weight) for one in batches])
-    shift = name == "_outgoing"  # the means of backward have no variance
-    union = pool(mean_KC.where(finite_K[:, None], 0), var_KC.where(finite_K[:, None], 0), count_K, shift=shift)
+    mean_KC, var_KC = mean_KC.where(finite_K[:, None], 0), var_KC.where(finite_K[:, None], 0)
+    union = pool(mean_KC, var_KC, count_K, shift=layer.outgoing[name])
     return torch.cat([union.mean, union.var, torch.stack([count_K.sum(), finite_K.sum()])]).nan_to_num(0.0)
 
 

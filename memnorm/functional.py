@@ -35,8 +35,10 @@ class BackwardMemory(Protocol):
     def means(self, sum_g: Tensor, sum_gx: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
         """What to subtract: ā and q̄, from the sums of g and of g·x̂ over a batch of `count` values per channel."""
 
-    def on_kernels(self) -> tuple[cpu.Past | None, bool]:
-        """What the kernels take of it, None if they must not, and if they are to write it. Then call `written`."""
+    def on_kernels(self, fresh: bool = False) -> tuple[cpu.Past | None, bool]:
+        """Return the memory for the kernels (None if they cannot use it), and True if they should record; then call
+        `written`. `fresh` checks the tensors anew.
+        """
 
     def written(self) -> None: ...
 
@@ -326,7 +328,7 @@ class _MemorizedBatchNorm(_SingleLevelFunction):
 
 
 class _TwoWay(torch.autograd.Function):
-    """Normalise by given moments; the backward subtracts what a `BackwardMemory` says. Compilers see through it."""
+    """Normalise by given moments; the backward subtracts what a `BackwardMemory` says. Compilers can trace it."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, mean, var, rest):

@@ -8,7 +8,7 @@ eval forward is torch's own batch norm on `running_mean` and `running_var`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -83,7 +83,9 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
     sync: bool | Some = False
     memory_buffers: tuple[str, ...] = ("running_weight", *SLOTS)  # all zero: nothing is remembered
     own_buffers: tuple[str, ...] = (*memory_buffers, "strength")  # those that a plain batch norm does not have
-    outgoing: tuple[str, ...] = ("_outgoing",)  # where batches wait for `memnorm.distributed.exchange_memory`
+    outgoing: ClassVar[dict[str, bool]] = {
+        "_outgoing": True
+    }  # where entries wait for an exchange; have they a variance?
     statistics: tuple[str, ...] = (*POOLED, *SLOTS)  # float32 or wider in a model of any dtype
 
     weight: nn.Parameter | None  # type: ignore[assignment]
@@ -334,12 +336,15 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         return f"{memory}, decay {self.decay}, strength {float(self.strength):g}"
 
     def extra_repr(self) -> str:
-        strength = self._initial_strength if self.strength is None or self.strength.is_meta else float(self.strength)
-        memory = f"memory_size={self.memory_size}, decay={self.decay}, strength={strength:g}"
         plain = f"eps={self.eps}, momentum={self.momentum}, affine={self.affine}"
         bias = "" if self.bias is not None or not self.affine else ", bias=False"
         rare = ("" if self.shift else ", shift=False") + (f", sync={self.sync}" if self.sync is not False else "")
-        return f"{self.num_features}, {memory}, {plain}{bias}, track_running_stats={self.track_running_stats}{rare}"
+        tracking = f"track_running_stats={self.track_running_stats}"
+        return f"{self.num_features}, {self._memory_repr()}, {plain}{bias}, {tracking}{rare}"
+
+    def _memory_repr(self) -> str:
+        strength = self._initial_strength if self.strength is None or self.strength.is_meta else float(self.strength)
+        return f"memory_size={self.memory_size}, decay={self.decay}, strength={strength:g}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if self.running_mean is None:

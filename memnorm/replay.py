@@ -59,7 +59,7 @@ def named_recorders(model: nn.Module) -> dict[str, Recording]:
 @contextmanager
 def recording(model: nn.Module, on: bool) -> Iterator[None]:
     """Within the context, the layers of `model` record what they see in training mode (`on=True`) or nothing at all
-    (`on=False`).
+    (`on=False`). Some norms ("two_way", "mabn") record in backward, too: keep the backward inside the context as well.
     """
     layers = list(recorders(model))
     if not layers:

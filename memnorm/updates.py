@@ -6,7 +6,8 @@ skips is no update. A layer that no optimizer trains counts each forward that ha
 
 `GradScaler` multiplies the loss, and with it every gradient, by a factor that changes during training. Torch has no
 hook for that, so `GradScaler.scale` is wrapped: within a scaled backward, what the layers remember of backward is
-multiplied by the factor, and divided by it afterwards. At rest it belongs to the unscaled loss.
+multiplied by the factor, and divided by it afterwards. At rest it belongs to the unscaled loss. Other loss scalers
+(FSDP's `ShardedGradScaler`, DeepSpeed's) are not noticed, and scaled backwards must not run in several threads at once.
 """
 
 from __future__ import annotations
@@ -71,26 +72,34 @@ def _count_step(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def count_update(layers: list[TwoWayBatchNorm]) -> None:
-    """The weights before these layers have changed: their memories fade. Every step pays for this, so the layers go
-    together.
+    """Fade the memories of these layers, because the weights have changed. One call for all, because it runs at every
+    step.
     """
     buffers: list[Any] = [layer._buffers for layer in layers]
     weights = [one[name] for one in buffers for name in ("running_weight", "backward_weight")]
     decays = [layer.decay for layer in layers for _ in range(2)]
     if weights and not cpu.fade(weights, decays):
         torch._foreach_mul_(weights, decays)
-    for layer in layers:
-        if layer._warmup_left != 0:
+    for layer, one in zip(layers, buffers, strict=True):
+        version, count = layer._counted
+        if count < layer.warmup or version != one["num_updates"]._version:
             layer._warm_up()
+        if layer._outgoing_backward:
+            layer._fade_outgoing()
 
 
 def count_backward(layer: TwoWayBatchNorm) -> None:
-    """A forward and its backward are over: an update, if no optimizer trains the layer."""
-    if layer._has_optimizer is None:
+    """Count a forward and its backward as an update if no optimizer trains the layer. An optimizer may be made at any
+    time, so the search is repeated after 1, 2, 4, 8 … such backwards.
+    """
+    number = layer._backwards_alone + 1
+    if number & (number - 1) == 0:
         held, own = _held_by_optimizers(torch._C._current_graph_task_id()), layer._own_parameter()
-        vars(layer)["_has_optimizer"] = bool(held) if own is None else id(own) in held
-    if not layer._has_optimizer:
-        count_update([layer])
+        if held if own is None else id(own) in held:
+            layer.__dict__["_has_optimizer"] = True
+            return
+    layer.__dict__["_backwards_alone"] = number
+    count_update([layer])
 
 
 @functools.lru_cache(maxsize=1)
@@ -109,7 +118,7 @@ def _noticed(scale: Any) -> Any:
         if self.is_enabled():
             for leaf in tree_leaves(scaled):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _gradient: _scaled_backward.enter(self))
+                    leaf.register_hook(lambda _gradient: scaled_backward.enter(self))
         return scaled
 
     return noticed
@@ -119,29 +128,34 @@ class _ScaledBackward:
     """The backward of a scaled loss, while it runs."""
 
     def __init__(self) -> None:
-        self._scale: Tensor | None = None
+        self.scale: Tensor | None = None
         self._task = -1
 
     def enter(self, scaler: GradScaler) -> None:
         task = torch._C._current_graph_task_id()
-        if self._scale is not None and self._task == task:  # another output of the same backward
+        if self.scale is not None and self._task == task:  # another output of the same backward
             return
-        self.leave()  # of a backward that raised
-        self._scale, self._task = torch.as_tensor(scaler._scale).detach().clone(), task
-        self._multiply(self._scale)
+        self.leave()
+        scale = torch.as_tensor(scaler._scale).detach().clone()
+        self.scale, self._task = torch.where(scale > 0, scale, 1.0), task  # 0: the scaler has given up
+        self._multiply(self.scale)
         Variable._execution_engine.queue_callback(self.leave)
 
     def leave(self) -> None:
-        if self._scale is not None:
-            self._multiply(1 / self._scale)
-            self._scale = None
+        """Also called before a layer's memory is used or saved: a backward that raises has no end."""
+        if self.scale is not None:
+            self._multiply(1 / self.scale)
+            self.scale = None
 
     def _multiply(self, factor: Tensor) -> None:
+        """Through .data: autograd must not count this as a change."""
+        vectors: dict[Any, list[Tensor]] = {}
         for layer in _layers:
             for name in ("backward_mean", "backward_product"):
-                vector = layer._buffers[name]
-                if vector is not None:  # .data: autograd must not count this as a change
-                    vector.data.mul_(factor.to(vector.device, vector.dtype))
+                vector: Any = layer._buffers[name]
+                vectors.setdefault((vector.device, vector.dtype), []).append(vector.data)
+        for (device, dtype), group in vectors.items():
+            torch._foreach_mul_(group, factor.to(device, dtype))
 
 
-_scaled_backward = _ScaledBackward()
+scaled_backward = _ScaledBackward()

@@ -233,8 +233,11 @@ def test_under_create_graph_the_centred_gradient_can_be_differentiated():
     memnorm.center(net)
     loss_of(net).backward(create_graph=True)
     assert_centred(net)
-    penalty = sum(parameter.grad.square().sum() for parameter in net.parameters())
-    assert all(one.isfinite().all() for one in torch.autograd.grad(penalty, list(net.parameters()), allow_unused=True))
+    plain = small_net()
+    gradient = torch.autograd.grad(loss_of(plain), plain[0].weight, create_graph=True)[0]
+    wanted = torch.autograd.grad((gradient - gradient.mean((1, 2, 3), keepdim=True)).square().sum(), plain[3].weight)
+    found = torch.autograd.grad(net[0].weight.grad.square().sum(), net[3].weight)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     net.zero_grad()
 
 
@@ -254,6 +257,34 @@ def test_frozen_weights_are_passed_over():
     assert memnorm.center(net).layers == ("0", "3")
     loss_of(net).backward()
     assert_centred(net, ["3"])
+
+
+@pytest.mark.parametrize("how", ["assigned", "replaced", "unfrozen"])
+def test_a_weight_that_is_replaced_or_unfrozen_is_centred_from_the_second_step_on(how):
+    net = small_net()
+    if how == "unfrozen":
+        net[0].weight.requires_grad_(False)
+    memnorm.center(net)
+    if how == "assigned":
+        net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+    elif how == "replaced":
+        net[0].weight = nn.Parameter(net[0].weight.detach().clone())
+    else:
+        net[0].weight.requires_grad_(True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(net).backward()
+        optimizer.step()
+    assert_centred(net)
+
+
+def test_a_hook_that_clears_the_gradient_first_is_no_error():
+    net = small_net()
+    net[0].weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    memnorm.center(net)
+    loss_of(net).backward()
+    assert net[0].weight.grad is None
 
 
 def test_wrong_arguments_are_errors():

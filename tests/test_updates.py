@@ -1,7 +1,5 @@
 """How two-way layers learn of updates: every kind of training loop, without a line for it in the loop."""
 
-import copy
-
 import pytest
 import torch
 from support import assert_same_state, images, labels, small_net
@@ -227,15 +225,48 @@ def test_clipping_has_no_effect_on_what_is_remembered():
     assert_same_state(*nets)
 
 
-def test_an_average_of_the_model_keeps_its_own_memory():
+def test_an_average_of_the_model_averages_the_memory_and_counts_no_updates():
     net = two_way()
     average = torch.optim.swa_utils.AveragedModel(net, use_buffers=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     for step in range(3):
         loss_of(net, step).backward()
         optimizer.step()
-    before = copy.deepcopy(average.state_dict())
-    assert float(average.module[1].running_weight) == 0
-    average.update_parameters(net)
-    assert average.state_dict().keys() == before.keys()
-    assert average.module[1].running_mean.isfinite().all()
+        average.update_parameters(net)
+    first = sum(VALUES[0] * sum(DECAY**age for age in range(1, count + 1)) for count in (1, 2, 3)) / 3
+    assert float(average.module[1].running_weight) == pytest.approx(first)
+
+
+def test_an_optimizer_that_is_made_after_a_first_backward_is_found():
+    net = two_way()
+    loss_of(net, 0).backward()  # a check before the training
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for part in range(1, 5):
+        loss_of(net, part).backward()
+    assert_weights(net, [1, 0, 0, 0, 0])
+    optimizer.step()
+    assert_weights(net, [2, 1, 1, 1, 1])
+
+
+def test_a_scaled_backward_that_raises_leaves_nothing_scaled():
+    net, scaler = two_way(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    scaler.scale(loss_of(net, 0)).backward()
+    before = net[4].backward_product.clone()
+    handle = net[0].weight.register_hook(lambda _gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaler.scale(loss_of(net, 1)).backward()
+    handle.remove()
+    state = net.state_dict()
+    assert state["4.backward_product"].abs().max() < 10 * before.abs().max()
+    assert torch.equal(state["4.backward_product"], net[4].backward_product)
+    del optimizer
+
+
+def test_a_scale_of_zero_does_not_spoil_the_memory():
+    net, scaler = two_way(), torch.amp.GradScaler("cpu", init_scale=1.0)
+    loss_of(net, 0).backward()
+    scaler.scale(torch.ones(1))  # which makes the scale
+    scaler._scale.zero_()
+    scaler.scale(loss_of(net, 1)).backward()
+    assert net[1].backward_mean.isfinite().all()

@@ -94,7 +94,7 @@ template <class S> bool record(Arguments in) {
     return true;
 }
 
-// Take its mean from each row.
+// Subtract its mean from each row.
 template <class S> INLINE void center_rows(int64_t rows, int64_t length, S *row) {
     for (S *end = row + rows * length; row < end; row += length) {
         Pair<S> sums = ::add_up<S>(length, [=](int64_t i) INLINED { return Pair<S>{row[i], S(0)}; });

@@ -122,7 +122,13 @@ def is_gradient(grad_y: Tensor) -> bool:
 
 def readable(vector: Tensor, dtype: torch.dtype) -> bool:
     """Whether statistics can be read through their address."""
-    return type(vector) in _PLAIN and vector.is_cpu and vector.dtype is dtype and vector.is_contiguous()
+    return (
+        type(vector) in _PLAIN
+        and vector.is_cpu
+        and vector.dtype is dtype
+        and vector.is_contiguous()
+        and not vector.is_neg()
+    )
 
 
 def forward(
@@ -198,12 +204,12 @@ def backward(
 
     `y` is the output if it was rectified, else None. With a `BackwardMemory` that the kernels cannot write, None.
     """
-    past: Any = NO_PAST
+    past, recording = Past(), False
     if memory is not None:
-        known, recording = memory.on_kernels()
-        if known is None or known[8] != (x.dtype is torch.float64):
+        known, recording = memory.on_kernels(fresh=True)
+        if known is None or known.wide != (x.dtype is torch.float64):
             return None
-        past = (*known[4:8], recording)
+        past = known
     data, memory_format, sizes = _arranged(x)
     y = None if y is None else _like(y, data, memory_format)
     grad_y = _like(grad_y, data, memory_format)
@@ -224,10 +230,11 @@ def backward(
         saved,
         _address(grad_weight),
         _address(grad_bias),
-        *past,
+        *past[4:8],
+        recording,
     )
-    if past[-1]:
-        increment_version(known[:3])
+    if recording:
+        increment_version(memory.buffers)
     if data is not x:
         grad_x = None if grad_x is None else grad_x.to(x.dtype)
         grad_residual = None if grad_residual is None else grad_residual.to(x.dtype)
@@ -251,16 +258,26 @@ def center(gradient: Tensor, rows: int) -> bool:
     return True
 
 
-NO_PAST = (0, 0, 0, 0, False)
+class Past(NamedTuple):
+    """A backward memory (A, Q, W_b) as the kernels take it: the tensors, and the addresses at which they were checked.
+    Without `strength` it is written and not read.
+    """
 
-
-Past = tuple[Any, ...]
+    mean: Tensor | None = None
+    product: Tensor | None = None
+    weight: Tensor | None = None
+    strength: Tensor | None = None
+    mean_address: int = 0
+    product_address: int = 0
+    weight_address: int = 0
+    strength_address: int = 0
+    wide: bool = False
+    channels: int = 0
+    kept: Any = None  # the storages, so that nothing else gets these addresses
 
 
 def past_of(vectors: Sequence[Tensor], strength: Tensor | None) -> Past | None:
-    """A backward memory (A, Q, W_b) as the kernels take it, with the addresses at which it may be written; None if they
-    cannot. Without `strength` it is not read.
-    """
+    """The `Past` of these tensors; None if the kernels cannot write them."""
     c, dtype = vectors[0].numel(), vectors[0].dtype
     if (
         dtype not in (torch.float32, torch.float64)
@@ -269,8 +286,9 @@ def past_of(vectors: Sequence[Tensor], strength: Tensor | None) -> Past | None:
         or not (strength is None or readable(strength, torch.float64))
     ):
         return None
-    addresses = map(_address, (*vectors, strength))
-    return (*vectors, strength, *addresses, dtype is torch.float64, c)
+    tensors: tuple[Any, ...] = (*vectors, strength)
+    kept = [one.detach() for one in tensors if one is not None]
+    return Past._make((*tensors, *map(_address, tensors), dtype is torch.float64, c, kept))
 
 
 def fade(weights: list[Tensor], factors: list[float]) -> bool:
@@ -412,12 +430,7 @@ class Memory:
 
     def _is_parameter(self, vector: Any) -> bool:
         """Not a tensor that someone has computed, whose graph must not be held."""
-        return (
-            type(vector) is nn.Parameter
-            and readable(vector, self.dtype)
-            and vector.numel() == self.channels
-            and not vector.is_neg()
-        )
+        return type(vector) is nn.Parameter and readable(vector, self.dtype) and vector.numel() == self.channels
 
     def writable(self) -> bool:
         """Whether every buffer can be written through its address."""

@@ -198,22 +198,23 @@ PyObject *like(PyObject *tensor, PyObject *wanted, Py_ssize_t argument) {
     return PyObject_CallFunctionObjArgs(torch.empty_like, tensor, nullptr);
 }
 
-// Where the backward memory of a layer was when it was found fit for the kernels: a tuple of A, Q, W_b, the strength or
-// None, the addresses of these four, whether they are wide, and the number of channels.
+// A `Past` of memnorm/kernels/cpu.py: the backward memory of a layer, and where it was when it was checked.
 struct Past {
+    static constexpr Py_ssize_t ADDRESSES = 4, WIDE = 8, CHANNELS = 9, FIELDS = 11;
     void *addresses[4] = {};
     bool recording = false;
 
-    // Whether it still is there and belongs to such data. Without a tuple there is no memory.
+    // Return true if the tensors are still at these addresses and fit the data. None means that there is no memory.
     bool look(PyObject *known, PyObject *records, bool wide, int64_t c) {
         if (known == Py_None) return records == Py_None;
-        if (!PyTuple_Check(known) || PyTuple_Size(known) != 10) return false;
+        if (!PyTuple_Check(known) || PyTuple_Size(known) != FIELDS) return false;
         for (int i = 0; i < 4; i++) {
             addresses[i] = address(PyTuple_GetItem(known, i));
-            if (addresses[i] != PyLong_AsVoidPtr(PyTuple_GetItem(known, 4 + i))) return false;
+            if (addresses[i] != PyLong_AsVoidPtr(PyTuple_GetItem(known, ADDRESSES + i))) return false;
         }
         recording = records == Py_True;
-        return (PyTuple_GetItem(known, 8) == Py_True) == wide && PyLong_AsLongLong(PyTuple_GetItem(known, 9)) == c;
+        bool is_wide = PyTuple_GetItem(known, WIDE) == Py_True;
+        return is_wide == wide && PyLong_AsLongLong(PyTuple_GetItem(known, CHANNELS)) == c;
     }
 };
 
@@ -237,9 +238,9 @@ bool backward_layer(
     job.grad_weight = static_cast<S *>(result(1));
     job.grad_bias = static_cast<S *>(result(2));
     job.d_residual = static_cast<T *>(result(3));
-    std::vector<S> unwanted(std::size_t(job.grad_weight && job.grad_bias ? 0 : job.c));
+    std::vector<S> unwanted(std::size_t(job.grad_weight && job.grad_bias ? 0 : 2 * job.c));
     if (!job.grad_weight) job.grad_weight = unwanted.data();
-    if (!job.grad_bias) job.grad_bias = unwanted.data();
+    if (!job.grad_bias) job.grad_bias = unwanted.data() + job.c;  // not the same place: both are recorded
     const S *numbers = reinterpret_cast<const S *>(PyByteArray_AsString(saved));
     if (PyErr_Occurred()) return false;
     Unlocked unlocked;

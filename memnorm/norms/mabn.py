@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils import parametrize
 
+from memnorm.centering import centred, feeding, groups_of, outputs_of
 from memnorm.errors import OptionError, is_number
 from memnorm.functional import Moments, constant_moments, count_per_channel, snapshot
 from memnorm.norms.base import blend
@@ -173,13 +173,10 @@ class Centred(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.groups = int(getattr(layer, "groups", 1)) if isinstance(layer, _ConvTransposeNd) else 0
+        self.groups = groups_of(layer)
 
     def forward(self, weight: Tensor) -> Tensor:
-        if not self.groups:
-            return weight - weight.mean(list(range(1, weight.dim())), keepdim=True)
-        grouped = weight.unflatten(0, (self.groups, -1))  # a transposed convolution has its inputs first
-        return (grouped - grouped.mean([1, *range(3, grouped.dim())], keepdim=True)).flatten(0, 1)
+        return centred(weight, self.groups)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return weight
@@ -192,15 +189,12 @@ def centre_weights(model: nn.Module, _options: Mapping[str, Any] | None = None) 
     The parameter stays the same object, under the name torch gives it (`parametrizations.weight.original`);
     checkpoints of the model without centring load as well.
     """
-    free: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, (_ConvNd, nn.Linear)):
-            free.append(module)
-        elif isinstance(module, MovingAverageBatchNorm):
-            before = [layer for layer in free if _outputs(layer) == module.num_features]
-            if before:
-                free.remove(before[-1])
-                _centre(before[-1])
+
+    def channels_of(module: nn.Module) -> int | None:
+        return module.num_features if isinstance(module, MovingAverageBatchNorm) else None
+
+    for _, layer in list(feeding(model, channels_of)):
+        _centre(layer)
 
 
 def settle_weights(model: nn.Module) -> None:
@@ -213,12 +207,8 @@ def settle_weights(model: nn.Module) -> None:
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
 
 
-def _outputs(layer: nn.Module) -> int:
-    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels  # type: ignore[return-value]
-
-
 def _centre(layer: Any) -> None:
-    if _is_centred(layer) or layer.weight.numel() == _outputs(layer):  # one weight per output: nothing would be left
+    if _is_centred(layer) or layer.weight.numel() == outputs_of(layer):  # one weight per output: nothing would be left
         return
     parametrize.register_parametrization(layer, "weight", Centred(layer))
     layer._register_load_state_dict_pre_hook(_accept_plain_weight)

@@ -18,7 +18,7 @@ from memnorm.norms.base import has_activation, takes_over
 
 OPTIONS: dict[str, Any] = {"memory_size": 20, "decay": 0.9, "strength": 0.5}
 OPTIONS |= {"prior_weight": 1.0, "prior_from_init": False, "shift": True, "sync": False}
-OWN_ATTRIBUTES = {"memory_size", "decay", "prior_weight", "prior_from_init", "shift", "sync", "warmup"}
+OWN_ATTRIBUTES = {"memory_size", "decay", "prior_weight", "prior_from_init", "shift", "sync", "warmup", "_centered"}
 OWN_ATTRIBUTES |= {"_initial_strength", "_source_class", "_rank", "ranks", "_plain_dtype", "_seasoned"}
 
 
@@ -83,6 +83,7 @@ class Family(NamedTuple):
     any_rank: type[MemorizedBatchNorm]
     activated: type[MemorizedBatchNorm]
     options: dict[str, Any]
+    options_of_model: tuple[str, ...] = ()  # handled elsewhere
 
     def replace(self, layer: _BatchNorm, **options: Any) -> MemorizedBatchNorm:
         """A layer of this family in place of a batch norm for which `why_not` has no objection. A layer that is of the
@@ -92,7 +93,7 @@ class Family(NamedTuple):
         if unknown:
             raise OptionError(
                 f"convert: unknown option {', '.join(sorted(unknown))} for norm {self.norm!r}; its options are "
-                f"{', '.join(self.options)}"
+                f"{', '.join((*self.options, *self.options_of_model))}"
             )
         if isinstance(layer, MemorizedBatchNorm):
             return self._with_options(layer, options) if options else layer

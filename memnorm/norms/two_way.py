@@ -15,7 +15,7 @@ its backward. With each update of the weights, W and W_b fade by `decay`; within
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -36,6 +36,7 @@ from memnorm.layers import (
 )
 from memnorm.norms import mbn
 from memnorm.options import check_strength
+from memnorm.recompute import inside_backward
 from memnorm.state import BACKWARD
 
 
@@ -59,26 +60,29 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     norm = "two_way"
     memory_buffers = (*MemorizedBatchNorm.memory_buffers, *BACKWARD)
     own_buffers = (*memory_buffers, "strength", "num_updates")
-    outgoing = ("_outgoing", "_outgoing_backward")
+    outgoing: ClassVar[dict[str, bool]] = {"_outgoing": True, "_outgoing_backward": False}
     statistics = (*MemorizedBatchNorm.statistics, *BACKWARD)
     _transient = (
         *Recording._transient,
         "_has_optimizer",
         "_leader",
-        "_warmup_left",
+        "_backwards_alone",
+        "_counted",
         "_outgoing_backward",
         "_known_past",
     )
 
     warmup: int
+    _centered: bool | None = None  # the layers before the norms of this model are centred; None: not decided yet
     num_updates: Tensor
     backward_mean: Tensor
     backward_product: Tensor
     backward_weight: Tensor
     _has_optimizer: bool | None = None  # an optimizer trains the layer; None: not known yet
     _leader: ref[Optimizer] | None = None  # whose steps count for a layer without a parameter of its own
-    _warmup_left: int | None = None  # updates of the warm-up to come; None: `num_updates` must be read
-    _known_past: cpu.Past | None = None  # the backward memory where the kernels last found it
+    _backwards_alone: int = 0  # recorded backwards that no optimizer was found for
+    _counted: tuple[int, int] = (-1, 0)  # version and value of `num_updates`, to spare the device a read
+    _known_past: cpu.Past | None = None  # the backward memory as the kernels last took it
     _outgoing_backward: list[Moments] | None = None  # as `_outgoing`, for the means of backward
 
     def __init__(
@@ -129,20 +133,37 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         """
         if isinstance(count, Tensor) or count > 1 or self.momentum is None:
             return super()._read(count, at_once)
-        weight = torch.where(self.running_weight == 0, count, self.running_weight)
+        weight = self._weight_of_one()
         return Moments(snapshot(self.running_mean), snapshot(self.running_var), snapshot(weight))
+
+    def _weight_of_one(self) -> Tensor:
+        """W as a batch of one value per channel meets it."""
+        return torch.where(self.running_weight == 0, 1, self.running_weight)
+
+    @torch.no_grad()
+    def _remember(self, batch: Moments) -> None:
+        if not isinstance(batch.weight, Tensor) and batch.weight == 1 and self.momentum is not None:
+            self.running_weight.copy_(self._weight_of_one())  # what the value was merged with is remembered as well
+        super()._remember(batch)
 
     def _require_values(self, x: Tensor, count: int) -> None:
         if count != 1 or self.momentum is None:
             super()._require_values(x, count)
 
     def _backward_memory(self) -> _Backward:
+        if updates.scaled_backward.scale is not None and not inside_backward():
+            updates.scaled_backward.leave()
         if torch.compiler.is_compiling() and torch.is_grad_enabled() and not self.recording:
             raise MemnormError(
                 f"{self._name}: a graph that is compiled with recording off never records in backward. Compile "
                 "without fullgraph, which leaves this layer uncompiled, or train without Double-Forward."
             )
         return _Backward(self)
+
+    def _fade_outgoing(self) -> None:
+        """The weights have changed while means of backward wait for an exchange."""
+        waiting: Any = self._outgoing_backward
+        waiting[:] = [Moments(mean, product, self.decay * weight) for mean, product, weight in waiting]
 
     def _remember_shared(self, name: str, union: Moments, _batches: Tensor) -> None:
         if name == "_outgoing":
@@ -154,23 +175,30 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         """Set λ, in [0, 1]; during the warm-up, what it grows to."""
         self._initial_strength = check_strength(value)
         if self.strength is not None and not self.strength.is_meta:
-            self._follow(min(int(self.num_updates), self.warmup))
+            self._follow(min(self._updates_counted(), self.warmup))
 
     def _warm_up(self) -> None:
-        """Count an update of the warm-up. The device is read once, then numbers are known here."""
-        left = self._warmup_left
-        count = int(self.num_updates) if left is None else self.warmup - left
-        self._follow(min(count + 1, self.warmup))
+        """Count one update of the warm-up, if it is not over."""
+        count = self._updates_counted()
+        if count < self.warmup:
+            self._follow(count + 1)
+        else:
+            self._counted = (self.num_updates._version, count)
+
+    def _updates_counted(self) -> int:
+        """The value of `num_updates`. Reads the device only if somebody else has written the buffer."""
+        version, count = self._counted
+        return count if version == self.num_updates._version else int(self.num_updates)
 
     @torch.no_grad()
     def _follow(self, count: int) -> None:
         """Set the present λ after `count` updates."""
         self.num_updates.fill_(count)
         self.strength.fill_(self._initial_strength * (count / self.warmup if self.warmup else 1.0))
-        vars(self)["_warmup_left"] = self.warmup - count
+        self._counted = (self.num_updates._version, count)
 
     def _is_trained(self) -> bool:
-        """Return True if the running statistics have left their initial values; on meta nobody knows."""
+        """Return True if the running statistics differ from (0, 1), or cannot be read because they are on meta."""
         known = self.running_mean is not None and not self.running_mean.is_meta
         return not known or bool(self._stands_in())
 
@@ -182,7 +210,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         """Return True if `optimizer`, which holds the parameters with these ids, makes the layer's updates. A layer
         without a trainable parameter follows the first optimizer that steps after a backward of the layer.
         """
-        for own in self._parameters.values():  # `_own_parameter`, faster
+        for own in self._parameters.values():  # inlined `_own_parameter`: every step runs this
             if own is not None and own.requires_grad:
                 return id(own) in held
         leader = self._leader and self._leader()
@@ -200,30 +228,34 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         """A checkpoint of plain or memorized batch norm has no backward memory and has seen no update."""
         begins = self.running_mean is not None and prefix + "num_updates" not in state_dict
         if begins and prefix + "running_mean" in state_dict:
+            device = state_dict[prefix + "running_mean"].device
             for name in (*BACKWARD, "num_updates", "strength"):
-                state_dict[prefix + name] = torch.zeros_like(self.get_buffer(name), device="cpu")
+                state_dict[prefix + name] = torch.zeros_like(self.get_buffer(name), device=device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        vars(self)["_warmup_left"] = None
         if begins and not self.strength.is_meta:
             self._follow(0)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        updates.watch(self)
+        if self.running_mean is not None:
+            updates.watch(self)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        if not inside_backward():
+            updates.scaled_backward.leave()
+        super()._save_to_state_dict(*args)
 
     def _note(self) -> str:
-        count, present = int(self.num_updates), float(self.strength)
-        return f"two-way memory, {count} updates seen, decay {self.decay}, strength {present:g}"
+        weight = float(self.running_weight)
+        return f"two-way memory of {weight:,.0f} values, decay {self.decay}, strength {float(self.strength):g}"
 
-    def extra_repr(self) -> str:
-        plain = f"{self.num_features}, decay={self.decay}, strength={self._initial_strength:g}, warmup={self.warmup}"
-        rare = "" if self.sync is False else f", sync={self.sync}"
-        return f"{plain}, eps={self.eps}, affine={self.affine}, track_running_stats={self.track_running_stats}{rare}"
+    def _memory_repr(self) -> str:
+        return f"decay={self.decay}, strength={self._initial_strength:g}, warmup={self.warmup}"
 
 
 class _Backward:
-    """The backward memory as the backward of one forward uses it: read each time, recorded the first time. Its buffers
-    are those that the forward had, be it those of a `functional_call`.
+    """The backward memory as the backward of one forward uses it: read each time, recorded the first time. It reads and
+    writes the buffers that the forward used, also under `functional_call`.
     """
 
     __slots__ = ("before", "buffers", "layer", "recorded", "strength")
@@ -242,8 +274,6 @@ class _Backward:
                 'differentiated again (create_graph=True). Use memnorm.convert(model, "mbn"), which can.'
             )
         mean, product = sum_g / count, sum_gx / count
-        if self.buffers[0] is None:
-            return mean, product
         share = as_scalar(count / (count + self._weight(count)), mean.dtype, mean.device)
         past_mean, past_product = (one.to(mean.dtype) for one in self.buffers[:2])
         subtracted = torch.lerp(past_mean, mean, share), torch.lerp(past_product, product, share)
@@ -263,7 +293,9 @@ class _Backward:
     def _record(self, mean: Tensor, product: Tensor, count: Tensor | float) -> None:
         layer = self.layer
         if layer._outgoing_backward is not None:
-            layer._outgoing_backward.append(Moments(mean, product, count))
+            scale = updates.scaled_backward.scale
+            means = (mean, product) if scale is None else (mean / scale, product / scale)
+            layer._outgoing_backward.append(Moments(*means, count))
             self.recorded = True
         elif torch.compiler.is_compiling():
             _merge_backward(self.buffers, mean, product, count)
@@ -272,11 +304,13 @@ class _Backward:
             _merge_backward(self.buffers, mean, product, count)
             self.written()
 
-    def on_kernels(self) -> tuple[cpu.Past | None, bool]:
+    def on_kernels(self, fresh: bool = False) -> tuple[cpu.Past | None, bool]:
         layer = self.layer
         known, (mean, product, weight) = layer._known_past, self.buffers
-        if known is None or not (
-            known[0] is mean and known[1] is product and known[2] is weight and known[3] is self.strength
+        if (
+            fresh
+            or known is None
+            or not (known[0] is mean and known[1] is product and known[2] is weight and known[3] is self.strength)
         ):
             known = cpu.past_of(self.buffers, self.strength)
             layer.__dict__["_known_past"] = known
@@ -339,23 +373,30 @@ FAMILY = mbn.Family(
     TwoWayBatchNormNd,
     TwoWayBatchNormAct2d,
     {"decay": 0.9, "strength": 1.0, "warmup": 100, "sync": False},
+    ("center",),
 )
 
 
 def replace(layer: _BatchNorm, *, center: Any = "auto", **options: Any) -> MemorizedBatchNorm:
-    """A two-way layer in place of a batch norm; `center` is the business of `_center`."""
+    """Replace a batch norm by a two-way layer. `_center` handles `center`."""
     centering.check_mode(center)
     return FAMILY.replace(layer, **options)
 
 
 def _center(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Centre the layers before the norms: their weights where the norms are untrained, else their gradients."""
-    mode = options.get("center", "auto")
+    """Centre the layers before the norms: their weights if the norms are untrained, else their gradients. A model that
+    is converted again keeps what it had, unless `center` is given.
+    """
+    norms = [layer for layer in model.modules() if isinstance(layer, TwoWayBatchNorm)]
+    before = [layer._centered for layer in norms if layer._centered is not None]
+    kept = ("gradients" if before[0] else None) if before else "auto"
+    mode: Any = options.get("center", kept)
     if mode == "auto":
-        norms = [layer for layer in model.modules() if isinstance(layer, TwoWayBatchNorm)]
         mode = "gradients" if any(layer._is_trained() for layer in norms) else "weights"
     if mode is not None:
         centering.center_where_possible(model, mode)
+    for layer in norms:
+        layer._centered = mode is not None
 
 
 ENTRY: dict[str, Any] = {

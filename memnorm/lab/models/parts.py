@@ -56,20 +56,9 @@ def linear(inputs: int, outputs: int, *, std: float = 0.01) -> nn.Linear:
     return layer
 
 
-class _Fuse:
-    """Whether the networks call a norm and its activation at once where the norm offers that. `memnorm.convert` gives a
-    user's model no such call, so the benchmark measures without it, too.
-    """
-
-    enabled = True
-
-
-fuse = _Fuse()
-
-
-def rectified(norm: nn.Module, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """relu(norm(x) + shortcut), in one pass over the data where the norm offers that."""
-    if fuse.enabled and isinstance(norm, MemorizedBatchNorm):
+def rectified(norm: nn.Module, x: Tensor, shortcut: Tensor | None = None, *, fused: bool = True) -> Tensor:
+    """relu(norm(x) + shortcut), in one pass over the data if `fused` and the norm offers that."""
+    if fused and isinstance(norm, MemorizedBatchNorm):
         return norm(x, activation="relu", residual=shortcut)
     y = norm(x)
     return F.relu(y if shortcut is None else y + shortcut, inplace=True)
@@ -86,6 +75,7 @@ class Residual(nn.Module):
         self, plan: Iterable[tuple[int, int, int, int]], norm_layer: NormLayer, shortcut: nn.Module | None = None
     ) -> None:
         super().__init__()
+        self.fused = True
         self.depth = 0
         for inputs, outputs, kernel, stride in plan:
             self.depth += 1
@@ -97,7 +87,8 @@ class Residual(nn.Module):
         shortcut = x if self.downsample is None else self.downsample(x)
         for index in range(1, self.depth + 1):
             convolved = getattr(self, f"conv{index}")(x)
-            x = rectified(getattr(self, f"bn{index}"), convolved, shortcut if index == self.depth else None)
+            added = shortcut if index == self.depth else None
+            x = rectified(getattr(self, f"bn{index}"), convolved, added, fused=self.fused)
         return x
 
 
