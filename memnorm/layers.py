@@ -83,9 +83,7 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
     sync: bool | Some = False
     memory_buffers: tuple[str, ...] = ("running_weight", *SLOTS)  # all zero: nothing is remembered
     own_buffers: tuple[str, ...] = (*memory_buffers, "strength")  # those that a plain batch norm does not have
-    outgoing: ClassVar[dict[str, bool]] = {
-        "_outgoing": True
-    }  # where entries wait for an exchange; have they a variance?
+    outgoing: ClassVar[dict[str, bool]] = {"_outgoing": True}  # entries that wait for an exchange; True: with variances
     statistics: tuple[str, ...] = (*POOLED, *SLOTS)  # float32 or wider in a model of any dtype
 
     weight: nn.Parameter | None  # type: ignore[assignment]
