@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -39,8 +40,9 @@ def center(model: nn.Module, mode: Mode = "gradients") -> Centering:
     scratch. With SGD they stay centred; an optimizer that scales each element by itself, as Adam does, lets them drift.
 
     A norm is fed by the nearest earlier layer, in the order of registration, with as many outputs as the norm has
-    channels. Filters that read a single channel (depthwise convolutions, images of
-    one channel) are left alone: their mean is all that they see of the channel's level.
+    channels. Filters that read a single channel (depthwise convolutions, images of one channel) are left alone: their
+    mean is all that they see of the channel's level. So are weights that are computed from others (weight norm,
+    pruning).
 
     Copies and pickles of the model keep it, and a weight that is replaced or unfrozen later is centred from its second
     step on. A hook of yours that steps as soon as a gradient is accumulated must be registered after this call.
@@ -52,27 +54,29 @@ def center(model: nn.Module, mode: Mode = "gradients") -> Centering:
     check_module(model, "center")
     if mode not in ("gradients", "weights"):
         raise OptionError(f"center: mode must be 'gradients' or 'weights'; got {mode!r}")
-    if not _to_center(model):
+    found = center_before(model, mode, nn.Module, by_conversion=False)
+    if not found:
         raise NothingToConvert(
             f"center: {type(model).__name__} has no convolution or linear layer whose output feeds a norm"
         )
-    return center_where_possible(model, mode)
+    return Centering(model, found)
 
 
-def center_where_possible(model: nn.Module, mode: Mode) -> Centering:
-    """`center` without the error if no layer feeds a norm."""
-    found = _to_center(model)
-    remove(model)
-    for layer in found.values():
-        if mode == "weights":
+def center_before(model: nn.Module, mode: Mode, norm: type, *, by_conversion: bool = True) -> tuple[str, ...]:
+    """Centre the layers that feed a norm of this class, and return their names. Frozen weights keep their values."""
+    names = []
+    for name, layer, fed in feeding(model, _channels_of):
+        weight: Any = layer._parameters.get("weight")
+        # A weight that is computed from others (weight norm, pruning) cannot be hooked.
+        if not isinstance(fed, norm) or not isinstance(weight, nn.Parameter) or _inputs(layer) < 2:
+            continue
+        names.append(name)
+        _detach(layer)
+        if mode == "weights" and weight.requires_grad and not weight.is_meta:
             with torch.no_grad():
-                layer.weight.copy_(centred(layer.weight, groups_of(layer)))
-        _attach(layer)
-    return Centering(model, tuple(found))
-
-
-def _to_center(model: nn.Module) -> dict[str, Any]:
-    return {name: layer for name, layer in feeding(model, _channels_of) if _inputs(layer) > 1}
+                weight.copy_(centred(weight, groups_of(layer)))
+        _attach(layer, by_conversion)
+    return tuple(names)
 
 
 class Centering:
@@ -92,10 +96,22 @@ class Centering:
 def remove(model: nn.Module) -> None:
     """End the centring of every layer of `model`."""
     for module in model.modules():
-        _stop_waiting(module)
-        centred = vars(module).pop(ATTRIBUTE, None)
-        if centred is not None:
-            centred.detach()
+        _detach(module)
+
+
+def settle(model: nn.Module) -> None:
+    """End the centring that a conversion has begun; what `center` was called for stays."""
+    for module in model.modules():
+        centred = vars(module).get(ATTRIBUTE)
+        if centred is None or centred.by_conversion:
+            _detach(module)
+
+
+def _detach(layer: nn.Module) -> None:
+    _stop_waiting(layer)
+    centred = vars(layer).pop(ATTRIBUTE, None)
+    if centred is not None:
+        centred.detach()
 
 
 def check_mode(mode: Any) -> None:
@@ -110,8 +126,8 @@ class _Centred:
     copy.
     """
 
-    def __init__(self, weight: Tensor, groups: int) -> None:
-        self.weight, self.groups = weight, groups
+    def __init__(self, weight: Tensor, groups: int, by_conversion: bool) -> None:
+        self.weight, self.groups, self.by_conversion = weight, groups, by_conversion
         hook = functools.partial(_center_gradient, groups=groups)
         self.handle = weight.register_post_accumulate_grad_hook(hook) if weight.requires_grad else None
 
@@ -120,22 +136,22 @@ class _Centred:
             self.handle.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Centred:
-        return _Centred(copy.deepcopy(self.weight, memo), self.groups)
+        return _Centred(copy.deepcopy(self.weight, memo), self.groups, self.by_conversion)
 
     def __reduce__(self) -> Any:
-        return _Centred, (self.weight, self.groups)
+        return _Centred, (self.weight, self.groups, self.by_conversion)
 
 
-def _attach(layer: nn.Module) -> None:
+def _attach(layer: Any, by_conversion: bool) -> None:
     """Centre the gradient of the layer's weight. Leaving `meta` makes a new weight, so there it waits for the first
     forward.
     """
     if layer.weight.is_meta:
-        layer.register_forward_pre_hook(_attach_now)
-    else:
-        vars(layer)[ATTRIBUTE] = _Centred(layer.weight, groups_of(layer))  # type: ignore[arg-type]
-        _watch_weights()
-        _centred_layers.add(layer)
+        layer.register_forward_pre_hook(_attach_to_converted if by_conversion else _attach_to_centred)
+        return
+    vars(layer)[ATTRIBUTE] = _Centred(layer.weight, groups_of(layer), by_conversion)
+    _watch_weights()
+    _centred_layers.add(layer)
 
 
 @functools.cache
@@ -143,6 +159,7 @@ def _watch_weights() -> None:
     register_optimizer_step_post_hook(_follow_weights)
 
 
+@_disable_dynamo
 def _follow_weights(*_step: Any) -> None:
     """Centre weights that have been replaced, as by `load_state_dict(assign=True)`, or unfrozen."""
     for layer in _centred_layers:
@@ -151,22 +168,28 @@ def _follow_weights(*_step: Any) -> None:
             continue
         if weight is not centred.weight or (centred.handle is None and weight.requires_grad):
             centred.detach()
-            vars(layer)[ATTRIBUTE] = _Centred(weight, centred.groups)
+            vars(layer)[ATTRIBUTE] = _Centred(weight, centred.groups, centred.by_conversion)
 
 
-def _attach_now(layer: nn.Module, _args: Any = None) -> None:
+def _attach_to_converted(layer: nn.Module, _args: Any) -> None:
     _stop_waiting(layer)
-    _attach(layer)
+    _attach(layer, True)
+
+
+def _attach_to_centred(layer: nn.Module, _args: Any) -> None:
+    _stop_waiting(layer)
+    _attach(layer, False)
 
 
 def _stop_waiting(layer: nn.Module) -> None:
-    for key in [key for key, hook in layer._forward_pre_hooks.items() if hook is _attach_now]:
+    waiting = (_attach_to_converted, _attach_to_centred)
+    for key in [key for key, hook in layer._forward_pre_hooks.items() if hook in waiting]:
         del layer._forward_pre_hooks[key]
 
 
 def _center_gradient(weight: Tensor, groups: int) -> None:
     gradient: Any = weight.grad
-    if gradient is None:  # an earlier hook has stepped and cleared it
+    if gradient is None or gradient.layout is not torch.strided:  # cleared by an earlier hook, or of an embedding
         return
     if gradient.requires_grad:  # create_graph: it may be differentiated again
         weight.grad = centred(gradient, groups)
@@ -189,20 +212,22 @@ def groups_of(layer: nn.Module) -> int:
     return int(layer.groups) if isinstance(layer, _ConvTransposeNd) else 0
 
 
-def feeding(model: nn.Module, channels_of: Callable[[nn.Module], int | None]) -> Iterator[tuple[str, Any]]:
-    """The convolutions and linear layers that feed a norm, by name; `channels_of` returns the channels of a norm."""
+def feeding(model: nn.Module, channels_of: Callable[[nn.Module], int | None]) -> list[tuple[str, Any, nn.Module]]:
+    """The convolutions and linear layers that feed a norm: name, layer, norm. `channels_of` returns the channels of a
+    norm, None for anything else.
+    """
     free: list[tuple[str, Any]] = []
+    found = []
     for name, module in model.named_modules():
         if isinstance(module, (_ConvNd, nn.Linear)):
             free.append((name, module))
             continue
         channels = channels_of(module)
-        if channels is None:
-            continue
         before = [one for one in free if outputs_of(one[1]) == channels]
         if before:
             free.remove(before[-1])
-            yield before[-1]
+            found.append((*before[-1], module))
+    return found
 
 
 def _channels_of(module: nn.Module) -> int | None:

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from memnorm import norms
+from memnorm import centering, norms
 from memnorm.distributed import keep_local, stop_exchange, unkeep_local
 from memnorm.double_forward import detach
 from memnorm.errors import NothingToConvert, OptionError, WrappedModelError, check_module, warn
@@ -91,7 +91,7 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
 
     The result has torch's own classes (timm's, where a layer came from there) and needs nothing of memnorm. In a
     half-precision model the statistics are rounded to its dtype, as batch norm's are. Convert a copy,
-    `to_batchnorm(deepcopy(model))`, to go on training the original. A Double-Forward attached to the model is removed.
+    `to_batchnorm(deepcopy(model))`, to go on training the original. Double-Forward and `memnorm.center` are removed.
     """
     check_module(model, "to_batchnorm")
     _refuse_wrapped(model, "to_batchnorm")
@@ -111,6 +111,7 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
     unkeep_local(model)
     unwatch_saving(model)
     _settle(model)
+    centering.remove(model)
     return replace_modules(model, {layer: _original(layer, None) for layer in layers})
 
 

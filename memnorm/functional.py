@@ -354,7 +354,7 @@ def _backward(grad_y, x, weight, hat, eps, needs, memory):
 
     `memory` gives ā and q̄; without one they are the sums over the batch, divided by the weight of batch and memory.
     """
-    if torch.is_grad_enabled() or not is_plain(grad_y):
+    if torch.is_grad_enabled() or not is_plain(grad_y) or not cpu.is_gradient(grad_y):
         backward = _backward_formula
     elif cuda.takes(x):
         backward = _backward_on_cuda

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -15,6 +17,16 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
         children = dict.fromkeys(child for one in level if one._modules for child in one._modules.values())
         level = [child for child in children if child is not None and child not in found]
     return list(found)
+
+
+def version_of(tensor: Any) -> int:
+    """The number of in-place changes that autograd has counted; -1 for an inference tensor, which has none."""
+    return -1 if tensor.is_inference() else int(tensor._version)
+
+
+def is_real(tensor: Any) -> bool:
+    """Return True if the values can be read: not on meta, not a fake tensor."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
 
 
 def trains(optimizer: Optimizer, model: nn.Module) -> bool:

@@ -1,8 +1,9 @@
 """How a layer learns that the weights have changed, and by how much the loss is scaled.
 
 A memory goes stale when the weights change, so its age is counted in updates. Torch calls a hook after every step of
-every optimizer; a layer counts the steps of the optimizer that holds its own weight (or bias). A step that `GradScaler`
-skips is no update. A layer that no optimizer trains counts each forward that has a backward.
+every optimizer; a layer counts the steps of the optimizer that holds its own weight or bias. A step that `GradScaler`
+skips is no update, and steps with nothing recorded in between (of two optimizers, or of one inside another) are one. A
+layer that no optimizer trains counts each forward that has a backward.
 
 `GradScaler` multiplies the loss, and with it every gradient, by a factor that changes during training. Torch has no
 hook for that, so `GradScaler.scale` is wrapped: within a scaled backward, what the layers remember of backward is
@@ -19,6 +20,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 from torch.optim import Optimizer
@@ -26,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from memnorm.kernels import cpu
-from memnorm.modules import has_skipped
+from memnorm.modules import has_skipped, version_of
 
 if TYPE_CHECKING:
     from memnorm.norms.two_way import TwoWayBatchNorm
@@ -47,6 +49,7 @@ def _install_hooks() -> None:
     GradScaler.scale = _noticed(GradScaler.scale)  # type: ignore[method-assign]
 
 
+@_disable_dynamo  # a compiled step would lose what is written here
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if optimizer in _counted_early:
         _counted_early.discard(optimizer)
@@ -63,11 +66,18 @@ def count_step_early(optimizer: Optimizer) -> None:
 def _count_step(optimizer: Optimizer) -> None:
     if not _layers or has_skipped(optimizer):
         return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    layers = [layer for layer in _layers if layer.training and layer._is_trained_by(optimizer, held)]
-    for layer in layers:
-        layer.__dict__["_has_optimizer"] = True
-    count_update(layers)
+    held = _held_by(optimizer)
+    count_update(
+        [
+            layer
+            for layer in _layers
+            if layer.training and layer._faded_at != layer._versions() and layer._is_trained_by(optimizer, held)
+        ]
+    )
+
+
+def _held_by(optimizer: Any) -> set[int]:
+    return {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
 
 
 @torch.no_grad()
@@ -81,8 +91,9 @@ def count_update(layers: list[TwoWayBatchNorm]) -> None:
     if weights and not cpu.fade(weights, decays):
         torch._foreach_mul_(weights, decays)
     for layer, one in zip(layers, buffers, strict=True):
+        layer.__dict__["_faded_at"] = layer._versions()
         version, count = layer._counted
-        if count < layer.warmup or version != one["num_updates"]._version:
+        if count < layer.warmup or version != version_of(one["num_updates"]):
             layer._warm_up()
         if layer._outgoing_backward:
             layer._fade_outgoing()
@@ -94,8 +105,8 @@ def count_backward(layer: TwoWayBatchNorm) -> None:
     """
     number = layer._backwards_alone + 1
     if number & (number - 1) == 0:
-        held, own = _held_by_optimizers(torch._C._current_graph_task_id()), layer._own_parameter()
-        if held if own is None else id(own) in held:
+        held, own = _held_by_optimizers(torch._C._current_graph_task_id()), layer._own_parameters()
+        if any(id(one) in held for one in own) if own else held:
             layer.__dict__["_has_optimizer"] = True
             return
     layer.__dict__["_backwards_alone"] = number
@@ -107,8 +118,7 @@ def _held_by_optimizers(_backward: int) -> set[int]:
     """The ids of all parameters that an optimizer holds. Torch keeps no list of optimizers, so this searches all
     objects, once for the layers that ask within the same backward.
     """
-    optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
-    return {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    return set().union(*(_held_by(one) for one in gc.get_objects() if issubclass(type(one), Optimizer)))
 
 
 def _noticed(scale: Any) -> Any:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import images, labels, small_net
 from torch import nn
+from torch.nn.utils import prune
 
 import memnorm
 
@@ -292,3 +293,60 @@ def test_wrong_arguments_are_errors():
         memnorm.center(small_net(), "filters")
     with pytest.raises(memnorm.MemnormError, match=r"torch\.nn\.Module"):
         memnorm.center(nn.Conv2d)
+
+
+class Probe(nn.Module):
+    """A frozen encoder with layer norms, a fresh batch norm and a head."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 2).requires_grad_(False)
+        self.hidden, self.norm, self.head = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.head(self.norm(self.hidden(self.encoder(x).mean(1))))
+
+
+def test_the_conversion_touches_only_weights_that_feed_its_own_norms_and_are_trained():
+    model, x = Probe().eval(), torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
+    wanted = model.encoder(x)
+    memnorm.convert(model, "two_way")
+    assert torch.equal(model.encoder(x), wanted)
+    assert model.hidden.weight.mean(1).abs().max() < 1e-6
+    frozen = small_net().requires_grad_(False)
+    weight = frozen[0].weight.clone()
+    memnorm.convert(frozen, "two_way")
+    assert torch.equal(frozen[0].weight, weight)
+
+
+def pruned(layer):
+    prune.l1_unstructured(layer, "weight", 0.3)
+
+
+@pytest.mark.parametrize("change", [nn.utils.parametrizations.weight_norm, pruned])
+def test_weights_that_are_computed_from_others_are_left_alone(change):
+    net = small_net()
+    change(net[0])
+    memnorm.convert(net, "two_way")
+    loss_of(net).backward()
+    assert_centred(net, ["3"])
+    assert memnorm.center(net).layers == ("3",)
+
+
+def test_another_conversion_keeps_what_the_user_has_centred():
+    net = small_net()
+    handle = memnorm.center(net)
+    memnorm.convert(net, "mbn")
+    loss_of(net).backward()
+    assert_centred(net)
+    handle.remove()
+
+
+def test_a_sparse_gradient_passes():
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    memnorm.center(net)
+    table = nn.Embedding(6, 4, sparse=True)
+    table.weight = net[0].weight
+    table(torch.tensor([1, 2])).sum().backward()
+    assert net[0].weight.grad.is_sparse

@@ -1,5 +1,7 @@
 """How two-way layers learn of updates: every kind of training loop, without a line for it in the loop."""
 
+import copy
+
 import pytest
 import torch
 from support import assert_same_state, images, labels, small_net
@@ -270,3 +272,96 @@ def test_a_scale_of_zero_does_not_spoil_the_memory():
     scaler._scale.zero_()
     scaler.scale(loss_of(net, 1)).backward()
     assert net[1].backward_mean.isfinite().all()
+
+
+class Sam(torch.optim.Optimizer):
+    """An optimizer that steps another one inside its own step."""
+
+    def __init__(self, parameters, inner):
+        super().__init__(parameters, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def test_a_step_inside_a_step_is_one_update():
+    net = two_way()
+    optimizer = Sam(net.parameters(), torch.optim.SGD(net.parameters(), lr=0.01))
+    for step in range(3):
+        loss_of(net, step).backward()
+        optimizer.step()
+    assert_weights(net, [3, 2, 1])
+
+
+def test_a_frozen_teacher_fades_with_the_steps_of_its_student():
+    student = two_way()
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.01)
+    for step in range(3):
+        with torch.no_grad():
+            loss_of(teacher, step)
+        loss_of(student, step).backward()
+        optimizer.step()
+    expected = closed_form([3, 2, 1])
+    assert float(teacher[1].running_weight) == pytest.approx(expected[0][0])
+    assert float(teacher[1].backward_weight) == 0
+
+
+def test_an_optimizer_of_the_biases_alone_counts():
+    net = two_way()
+    optimizer = torch.optim.SGD([net[1].bias, net[4].bias], lr=0.01)
+    for part in range(3):
+        loss_of(net, part).backward()
+    assert_weights(net, [0, 0, 0])
+    optimizer.step()
+    assert_weights(net, [1, 1, 1])
+
+
+def test_an_optimizer_like_object_without_groups_does_no_harm():
+    class Several(torch.optim.Optimizer):
+        def __init__(self, *optimizers):
+            self.optimizers = optimizers
+
+    several, net = Several(), two_way()
+    loss_of(net, 0).backward()
+    assert_weights(net, [1])
+    del several
+
+
+def test_a_model_on_meta_does_not_disturb_the_steps_of_others():
+    with torch.device("meta"):
+        bystander = memnorm.convert(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, affine=False)), "two_way")
+    bystander(torch.randn(2, 3, 8, 8, device="meta")).sum().backward()
+    linear = nn.Linear(2, 2)
+    linear(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(linear.parameters(), lr=0.1).step()
+
+
+def test_a_checkpoint_loaded_after_a_scaled_backward_that_raised_is_what_was_saved():
+    net, scaler = two_way(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss_of(net, 0).backward()
+    saved = copy.deepcopy(net.state_dict())
+    handle = net[0].weight.register_hook(lambda _gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scaler.scale(loss_of(net, 1)).backward()
+    handle.remove()
+    net.load_state_dict(saved)
+    with torch.no_grad():
+        loss_of(net, 2)
+    assert torch.equal(net[4].backward_product, saved["4.backward_product"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_step_counts_updates_and_warms_up():
+    torch.compiler.reset()
+    net = two_way(warmup=4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for seed in range(6):
+        optimizer.zero_grad()
+        loss_of(net, seed).backward()
+        step()
+    assert int(net[1].num_updates) == 4
+    assert float(net[1].strength) == 1.0
+    assert_weights(net, [6, 5, 4, 3, 2, 1])

@@ -193,7 +193,7 @@ def centre_weights(model: nn.Module, _options: Mapping[str, Any] | None = None) 
     def channels_of(module: nn.Module) -> int | None:
         return module.num_features if isinstance(module, MovingAverageBatchNorm) else None
 
-    for _, layer in list(feeding(model, channels_of)):
+    for _, layer, _ in feeding(model, channels_of):
         _centre(layer)
 
 

@@ -20,6 +20,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -34,6 +36,7 @@ from memnorm.layers import (
     MemorizedBatchNorm3d,
     Recording,
 )
+from memnorm.modules import is_real, version_of
 from memnorm.norms import mbn
 from memnorm.options import check_strength
 from memnorm.recompute import inside_backward
@@ -64,12 +67,8 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     statistics = (*MemorizedBatchNorm.statistics, *BACKWARD)
     _transient = (
         *Recording._transient,
-        "_has_optimizer",
-        "_leader",
-        "_backwards_alone",
-        "_counted",
-        "_outgoing_backward",
-        "_known_past",
+        *("_has_optimizer", "_leader", "_has_run", "_backwards_alone", "_faded_at", "_counted"),
+        *("_known_past", "_outgoing_backward"),
     )
 
     warmup: int
@@ -79,7 +78,9 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     backward_product: Tensor
     backward_weight: Tensor
     _has_optimizer: bool | None = None  # an optimizer trains the layer; None: not known yet
-    _leader: ref[Optimizer] | None = None  # whose steps count for a layer without a parameter of its own
+    _leader: ref[Optimizer] | None = None  # whose steps count for a layer that no optimizer trains
+    _has_run: bool = False  # in training mode, since it was made or copied
+    _faded_at: tuple[int, int] | None = None  # the versions after the last update
     _backwards_alone: int = 0  # recorded backwards that no optimizer was found for
     _counted: tuple[int, int] = (-1, 0)  # version and value of `num_updates`, to spare the device a read
     _known_past: cpu.Past | None = None  # the backward memory as the kernels last took it
@@ -143,7 +144,8 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     @torch.no_grad()
     def _remember(self, batch: Moments) -> None:
         if not isinstance(batch.weight, Tensor) and batch.weight == 1 and self.momentum is not None:
-            self.running_weight.copy_(self._weight_of_one())  # what the value was merged with is remembered as well
+            # What the value was merged with is remembered as well. Not copy_: see `_merge_backward`.
+            torch._foreach_copy_([self.running_weight], [self._weight_of_one()])
         super()._remember(batch)
 
     def _require_values(self, x: Tensor, count: int) -> None:
@@ -153,11 +155,18 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     def _backward_memory(self) -> _Backward:
         if updates.scaled_backward.scale is not None and not inside_backward():
             updates.scaled_backward.leave()
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            raise MemnormError(
+                f"{self._name}: two-way memory records in backward, which torch.func and forward-mode AD cannot "
+                'follow. Use memnorm.convert(model, "mbn"), or eval mode.'
+            )
         if torch.compiler.is_compiling() and torch.is_grad_enabled() and not self.recording:
             raise MemnormError(
                 f"{self._name}: a graph that is compiled with recording off never records in backward. Compile "
                 "without fullgraph, which leaves this layer uncompiled, or train without Double-Forward."
             )
+        if not (self._has_run or torch.compiler.is_compiling()):
+            self.__dict__["_has_run"] = True
         return _Backward(self)
 
     def _fade_outgoing(self) -> None:
@@ -183,41 +192,51 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         if count < self.warmup:
             self._follow(count + 1)
         else:
-            self._counted = (self.num_updates._version, count)
+            self._counted = (version_of(self.num_updates), count)
 
     def _updates_counted(self) -> int:
         """The value of `num_updates`. Reads the device only if somebody else has written the buffer."""
         version, count = self._counted
-        return count if version == self.num_updates._version else int(self.num_updates)
+        return count if version == version_of(self.num_updates) else int(self.num_updates)
 
     @torch.no_grad()
     def _follow(self, count: int) -> None:
         """Set the present λ after `count` updates."""
         self.num_updates.fill_(count)
         self.strength.fill_(self._initial_strength * (count / self.warmup if self.warmup else 1.0))
-        self._counted = (self.num_updates._version, count)
+        self._counted = (version_of(self.num_updates), count)
 
     def _is_trained(self) -> bool:
         """Return True if the running statistics differ from (0, 1), or cannot be read because they are on meta."""
-        known = self.running_mean is not None and not self.running_mean.is_meta
-        return not known or bool(self._stands_in())
+        return not is_real(self.running_mean) or bool(self._stands_in())
 
-    def _own_parameter(self) -> nn.Parameter | None:
-        """The parameter whose optimizer makes the layer's updates: the first trainable one."""
-        return next((one for one in self._parameters.values() if one is not None and one.requires_grad), None)
+    def _own_parameters(self) -> list[nn.Parameter]:
+        """The trainable ones: the optimizer that holds one of them makes the layer's updates."""
+        return [one for one in self._parameters.values() if one is not None and one.requires_grad]
 
     def _is_trained_by(self, optimizer: Optimizer, held: set[int]) -> bool:
         """Return True if `optimizer`, which holds the parameters with these ids, makes the layer's updates. A layer
-        without a trainable parameter follows the first optimizer that steps after a backward of the layer.
+        without a trainable parameter, frozen or in a teacher, follows the first optimizer that steps after a training
+        forward of the layer.
         """
-        for own in self._parameters.values():  # inlined `_own_parameter`: every step runs this
+        trainable = False
+        for own in self._parameters.values():
             if own is not None and own.requires_grad:
-                return id(own) in held
+                trainable = True
+                if id(own) in held:
+                    self.__dict__["_has_optimizer"] = True
+                    return True
+        if trainable:
+            return False
         leader = self._leader and self._leader()
-        if leader is None and self.backward_weight is not None and bool(self.backward_weight > 0):
+        if leader is None and self._has_run:
             leader = optimizer
-            vars(self)["_leader"] = ref(optimizer)
+            self.__dict__["_leader"], self.__dict__["_has_optimizer"] = ref(optimizer), True
         return leader is optimizer
+
+    def _versions(self) -> tuple[int, int]:
+        """Change whenever something is recorded or fades."""
+        return version_of(self._buffers["running_weight"]), version_of(self._buffers["backward_weight"])
 
     def reset_parameters(self) -> None:
         if self._buffers.get("num_updates") is not None:
@@ -231,6 +250,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
             device = state_dict[prefix + "running_mean"].device
             for name in (*BACKWARD, "num_updates", "strength"):
                 state_dict[prefix + name] = torch.zeros_like(self.get_buffer(name), device=device)
+        updates.scaled_backward.leave()
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if begins and not self.strength.is_meta:
             self._follow(0)
@@ -262,6 +282,7 @@ class _Backward:
 
     def __init__(self, layer: TwoWayBatchNorm) -> None:
         self.layer, self.recorded = layer, False
+        self.before: float | None = None
         buffers: Any = layer._buffers
         self.buffers = (buffers["backward_mean"], buffers["backward_product"], buffers["backward_weight"])
         self.strength = None if layer.momentum is None else buffers["strength"]
@@ -277,7 +298,7 @@ class _Backward:
         share = as_scalar(count / (count + self._weight(count)), mean.dtype, mean.device)
         past_mean, past_product = (one.to(mean.dtype) for one in self.buffers[:2])
         subtracted = torch.lerp(past_mean, mean, share), torch.lerp(past_product, product, share)
-        if layer.recording and (compiling or (not self.recorded and type(sum_g) is Tensor)):
+        if layer.recording and (compiling or not (self.recorded or is_legacy_batchedtensor(sum_g))):
             self._record(mean, product, count)
         return subtracted
 
@@ -321,14 +342,15 @@ class _Backward:
 
     def _note_weight(self) -> None:
         """Without an optimizer a backward counts as an update, if it has changed the memory."""
-        self.before = None if self.layer._has_optimizer else float(self.buffers[2])
+        if not self.layer._has_optimizer and is_real(self.buffers[2]):
+            self.before = float(self.buffers[2])
 
     def written(self) -> None:
         layer = self.layer
         if self.recorded or not layer.recording:
             return
         self.recorded = True
-        if layer._has_optimizer or layer._buffers["backward_weight"] is not self.buffers[2]:
+        if self.before is None or layer._buffers["backward_weight"] is not self.buffers[2]:
             return
         if float(self.buffers[2]) != self.before:
             updates.count_backward(layer)
@@ -380,7 +402,13 @@ FAMILY = mbn.Family(
 def replace(layer: _BatchNorm, *, center: Any = "auto", **options: Any) -> MemorizedBatchNorm:
     """Replace a batch norm by a two-way layer. `_center` handles `center`."""
     centering.check_mode(center)
-    return FAMILY.replace(layer, **options)
+    new = FAMILY.replace(layer, **options)
+    if isinstance(layer, TwoWayBatchNorm) and isinstance(new, TwoWayBatchNorm) and is_real(new.running_mean):
+        count = int(layer.num_updates)
+        new._follow(
+            new.warmup if count >= layer.warmup else min(count, new.warmup)
+        )  # a warm-up that is over stays over
+    return new
 
 
 def _center(model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -394,7 +422,7 @@ def _center(model: nn.Module, options: Mapping[str, Any]) -> None:
     if mode == "auto":
         mode = "gradients" if any(layer._is_trained() for layer in norms) else "weights"
     if mode is not None:
-        centering.center_where_possible(model, mode)
+        centering.center_before(model, mode, TwoWayBatchNorm)
     for layer in norms:
         layer._centered = mode is not None
 
@@ -411,5 +439,5 @@ ENTRY: dict[str, Any] = {
     "folds": True,
     "double_forward": "fresher statistics",
     "surgery": _center,
-    "settle": centering.remove,
+    "settle": centering.settle,
 }

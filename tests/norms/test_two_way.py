@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import assert_same_state, images, labels, leaf, randn, randomize, small_net
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import memnorm
@@ -620,3 +621,63 @@ def test_compiling_with_recording_off_is_an_error():
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     with memnorm.recording(net, False), pytest.raises(Exception, match="recording off"):
         compiled(images(4, seed=0, dtype=torch.float64))
+
+
+def test_batched_gradients_are_those_of_single_ones_and_are_not_recorded(backend):
+    layer = layer_of()
+    layer(leaf((2, 3, 4, 4), seed=0)).sum().backward()
+    x, grads = leaf((2, 3, 4, 4), seed=1), randn(3, 2, 3, 4, 4, seed=2)
+    y = layer(x)
+    before = float(layer.backward_weight)
+    (batched,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
+    assert float(layer.backward_weight) == before
+    memory = [layer.get_buffer(name).clone() for name in two_way.BACKWARD]
+    for gradient, wanted in zip(grads, batched, strict=True):
+        with memnorm.recording(layer, False):
+            (single,) = torch.autograd.grad(y, x, gradient, retain_graph=True)
+        torch.testing.assert_close(wanted, single, rtol=0, atol=1e-12)
+    assert all(torch.equal(layer.get_buffer(name), value) for name, value in zip(two_way.BACKWARD, memory, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about its own forward mode
+def test_torch_func_and_forward_mode_are_errors_that_say_why():
+    layer, x = layer_of(), leaf((2, 3, 4, 4), seed=0).detach()
+    with pytest.raises(memnorm.MemnormError, match=r"torch\.func"):
+        torch.func.grad(lambda x: layer(x).sum())(x)
+    with pytest.raises(memnorm.MemnormError, match="forward-mode"), torch.autograd.forward_ad.dual_level():
+        layer(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_single_values_are_the_eager_ones(batch):
+    torch.compiler.reset()
+    nets = [memnorm.convert(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).double(), "two_way") for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    compiled = torch.compile(nets[1], fullgraph=True, backend="aot_eager")
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    for step in range(4):
+        outputs = []
+        for call, optimizer in zip((nets[0], compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            outputs.append(call(randn(batch, 4, seed=step)))
+            outputs[-1].square().sum().backward()
+            optimizer.step()
+        torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
+    assert_same_state(*nets, atol=1e-10)
+
+
+def test_converting_again_with_another_warm_up():
+    net = memnorm.convert(small_net(), "two_way")
+    assert float(memnorm.convert(net, "two_way", warmup=0)[1].strength) == 1.0
+    net = trained(3, warmup=2)
+    assert float(memnorm.convert(net, "two_way", warmup=100)[1].strength) == 1.0
+
+
+def test_an_estimate_without_data_runs():
+    with FakeTensorMode():
+        net = memnorm.convert(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)), "two_way")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(torch.randn(2, 3, 8, 8)).sum().backward()
+        optimizer.step()
+        assert net[1].backward_mean.shape == (6,)
