@@ -171,6 +171,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "mbn-2": {"norm": "mbn", "scheme": "double"},
     "mbn-2 now and then": {"norm": "mbn", "scheme": "double", "every": 2, "fraction": 0.5},
 }
+RESUMED = {**ARMS, "two-way, accumulated": {"norm": "two_way", "batch_size": 2, "accumulate": 4}}
 
 
 class Spy:

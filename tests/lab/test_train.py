@@ -16,6 +16,7 @@ from labkit import (
     EVERY_STEP,
     LONG,
     PLAIN,
+    RESUMED,
     Ear,
     assert_ends_as_undisturbed,
     checkpoints,
@@ -55,7 +56,7 @@ def kill_on_the_way(nursery: Nursery, spec: RunSpec, store: Store, draw: random.
     return not (store.run(spec).path / "result.json").exists()
 
 
-@pytest.mark.parametrize("arm", ARMS.values(), ids=ARMS.keys())
+@pytest.mark.parametrize("arm", RESUMED.values(), ids=RESUMED.keys())
 def test_a_run_killed_at_a_random_moment_ends_as_undisturbed(nursery, store, arm):
     draw = random.Random(f"{arm}")
     spec = LONG.but(**arm)

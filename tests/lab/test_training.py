@@ -301,3 +301,28 @@ def test_threads_are_set_where_they_are_given():
         assert set_threads(Execution(threads=0)) == torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def accumulated_run(tmp_path, norm, batch_size, accumulate):
+    spec = tiny(norm=norm, batch_size=batch_size, accumulate=accumulate, precision="float64", iterations=12)
+    assert run(spec, Store(tmp_path), execution=replace(PLAIN, keep_weights=True))["status"] == "finished"
+    return torch.load(Store(tmp_path).run(spec).path / "weights.pt", weights_only=True)
+
+
+@pytest.mark.parametrize(("batch_size", "accumulate"), [(1, 8), (2, 4), (4, 2)])
+def test_accumulated_micro_batches_make_the_step_of_the_joint_batch(tmp_path, batch_size, accumulate):
+    """With a norm that does not see the batch; the last step of an epoch has four images only."""
+    joint = accumulated_run(tmp_path, "group", 8, 1)
+    parts = accumulated_run(tmp_path, "group", batch_size, accumulate)
+    torch.testing.assert_close(parts, joint, rtol=0, atol=1e-12)
+
+
+def test_accumulated_batch_norm_is_another_training(tmp_path):
+    joint, parts = accumulated_run(tmp_path, "bn", 8, 1), accumulated_run(tmp_path, "bn", 2, 4)
+    assert any((joint[name] - parts[name]).abs().max() > 1e-3 for name in joint)
+
+
+def test_the_learning_rate_scales_with_the_images_of_a_step():
+    spec = tiny(batch_size=2, accumulate=4, scaling="linear", base_batch_size=32, learning_rate=0.4)
+    assert spec.base_learning_rate == pytest.approx(0.1)
+    assert "b2x4" in spec.name
