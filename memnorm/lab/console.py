@@ -38,8 +38,7 @@ SETTINGS = ("strength", "every", "fraction", "learning_rate", "holdout")  # that
 def title(spec: RunSpec) -> str:
     changed = {**spec.norm_options, **{name: spec.identity[name] for name in SETTINGS if name in spec.identity}}
     own = "".join(f" {name}={value}" for name, value in changed.items())
-    batch = f"{spec.batch_size}" + (f" × {spec.accumulate}" if spec.accumulate > 1 else "")
-    return f"{spec.arm}{own} {spec.model} {spec.data} batch {batch} seed {spec.seed}"
+    return f"{spec.arm}{own} {spec.model} {spec.data} batch {spec.batch} seed {spec.seed}"
 
 
 @contextlib.contextmanager

@@ -93,6 +93,11 @@ class RunSpec:
         return self.batch_size * self.accumulate
 
     @property
+    def batch(self) -> str:
+        """The batch for tables: 8, or 2 × 16 for 16 micro-batches of 2."""
+        return f"{self.batch_size:,}" + (f" × {self.accumulate}" if self.accumulate > 1 else "")
+
+    @property
     def base_learning_rate(self) -> float:
         """After scaling with the images per step."""
         ratio = self.images_per_step / self.base_batch_size

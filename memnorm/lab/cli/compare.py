@@ -24,6 +24,7 @@ from memnorm.text import table
 EXAMPLES = """
 examples:
   memnorm compare --norms bn,mbn --batch-sizes 1,2,4,8 --seeds 3
+  memnorm compare --norms bn,two_way,group --batch-sizes 1,2,4 --accumulate 8
   memnorm compare --data path/to/images --model resnet18 --norms bn,mbn-1,mbn-2 --batch-sizes 2,8 --epochs 20
   memnorm compare --model my_package.models:net --data path/to/images --norms bn,mbn --batch-sizes 2 --tune --jobs 2
 

@@ -21,6 +21,7 @@ EXAMPLES = """
 examples:
   memnorm train --data digits --model small --norm mbn --scheme double --batch-size 4 --iterations 600
   memnorm train --data cifar10 --model resnet20 --norm mbn --scheme double --batch-size 8 --iterations 20000
+  memnorm train --data cifar10 --model resnet8 --norm two_way --batch-size 2 --accumulate 16 --iterations 1500
   memnorm train --data path/to/images --model my_package.models:net --norm mbn --batch-size 2 --learning-rate 0.01
   memnorm train --config run.yaml --seed 1            flags after --config override the file
   memnorm train --norm mbn --print_config > run.yaml  write such a file

@@ -102,7 +102,7 @@ class Group:
 
     @property
     def title(self) -> str:
-        return f"{self.spec.arm} · {self.spec.model} · {self.spec.data} · batch {self.spec.batch_size}"
+        return f"{self.spec.arm} · {self.spec.model} · {self.spec.data} · batch {self.spec.batch}"
 
     def having(self, status: str) -> list[StoredRun]:
         return [run for run in self.runs if run.status == status]

@@ -169,7 +169,7 @@ def family_rows(family: Family) -> list[tuple[str | Shown, ...]]:
         rows.append(
             (
                 label,
-                f"{group.spec.batch_size:,}",
+                group.spec.batch,
                 f"{group.spec.base_learning_rate:.4g}",
                 f"{group.spec.iterations:,}",
                 sampled(group.sample(), group, group.trouble, "no number"),
