@@ -15,7 +15,7 @@ its backward. With each update of the weights, W and W_b fade by `decay`; within
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from weakref import ref
 
 import torch
@@ -402,12 +402,10 @@ FAMILY = mbn.Family(
 def replace(layer: _BatchNorm, *, center: Any = "auto", **options: Any) -> MemorizedBatchNorm:
     """Replace a batch norm by a two-way layer. `_center` handles `center`."""
     centering.check_mode(center)
-    new = FAMILY.replace(layer, **options)
-    if isinstance(layer, TwoWayBatchNorm) and isinstance(new, TwoWayBatchNorm) and is_real(new.running_mean):
-        count = int(layer.num_updates)
-        new._follow(
-            new.warmup if count >= layer.warmup else min(count, new.warmup)
-        )  # a warm-up that is over stays over
+    new = cast(TwoWayBatchNorm, FAMILY.replace(layer, **options))
+    if "warmup" in options and isinstance(layer, TwoWayBatchNorm) and is_real(layer.running_mean):
+        count, over = int(layer.num_updates), int(layer.num_updates) >= layer.warmup
+        new._follow(new.warmup if over else min(count, new.warmup))  # over stays over
     return new
 
 
