@@ -93,6 +93,13 @@ def shared_nursery() -> Nursery:
     return nursery
 
 
+def say(*words: Any) -> None:
+    """Print a line in one piece. With PYTHONUNBUFFERED, `print` writes the end of the line apart, and a child that is
+    killed in between would leave half a line, for whose end the test would wait for ever.
+    """
+    os.write(1, f"{' '.join(map(str, words))}\n".encode())
+
+
 def nurse() -> None:
     """The nursery's side."""
     torch.set_num_threads(1)
@@ -105,16 +112,16 @@ def nurse() -> None:
         child = os.fork()
         if child == 0:
             os.setsid()
-            print("born", os.getpid(), flush=True)
+            say("born", os.getpid())
             os._exit(_exit_code(functools.partial(globals()[function], **arguments)))
-        print("dead", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        say("dead", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def _exit_code(work: Callable[[], object]) -> int:
     try:
         work()
     except LabError as error:
-        print(type(error).__name__, error, flush=True)
+        say(type(error).__name__, error)
         return error.exit_code
     except KeyboardInterrupt:
         return 131
@@ -126,7 +133,7 @@ def run_in_a_child(spec: dict[str, Any], root: str, pause: float = 0, die_at: in
 
     class Voice(Listener):
         def stepped(self, iteration: int) -> None:
-            print("stepped", iteration, flush=True)
+            say("stepped", iteration)
             time.sleep(pause)
 
     if die_at:
@@ -154,7 +161,7 @@ def grid_in_a_child(
         listener=listener,
     )
     for outcome in outcomes:
-        print("outcome", outcome.spec.name, outcome.status, outcome.message.splitlines() or "", flush=True)
+        say("outcome", outcome.spec.name, outcome.status, outcome.message.splitlines() or "")
 
 
 class GridEar(GridListener):
@@ -166,7 +173,7 @@ class GridEar(GridListener):
 
     def _hear(self, *words: object) -> None:
         self.heard.append(" ".join(str(word).replace("\n", "|") for word in words))
-        print(self.heard[-1], flush=True)
+        say(self.heard[-1])
         action = self.at.pop(str(words[0]), None)
         if action == "fail":
             raise RuntimeError("this listener fails")
