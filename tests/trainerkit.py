@@ -86,3 +86,27 @@ def plain_loop(
             strength.step()
             optimizer.zero_grad()
     return model
+
+
+def two_way_segmenter() -> Any:
+    model = Segmenter()
+    randomize(model, seed=3)
+    return memnorm.convert(model, "two_way", warmup=2, decay=0.7)
+
+
+def two_way_loop(accumulate: int) -> Any:
+    """The plain loop of two-way memory, which needs nothing besides the conversion."""
+    model = two_way_segmenter()
+    torch.manual_seed(7)
+    optimizer = sgd(model)
+    for number, batch in enumerate(scenes(accumulate), 1):
+        (model(**batch)["loss"] / accumulate).backward()
+        if number % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def two_way_weight(accumulate: int) -> float:
+    """W of a norm after that loop: every micro-batch of an update has the update's age."""
+    return BATCH * 36 * accumulate * sum(0.7**age for age in range(1, STEPS + 1))
