@@ -681,3 +681,21 @@ def test_an_estimate_without_data_runs():
         net(torch.randn(2, 3, 8, 8)).sum().backward()
         optimizer.step()
         assert net[1].backward_mean.shape == (6,)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_fused_call_is_norm_residual_and_relu(adds, backend):
+    fused, apart = layer_of(), layer_of()
+    for seed in range(4):
+        results = []
+        for layer in (fused, apart):
+            x, shortcut = leaf((2, 3, 4, 4), seed=seed), leaf((2, 3, 4, 4), seed=50 + seed)
+            added = shortcut if adds else None
+            if layer is fused:
+                y = layer(x, activation="relu", residual=added)
+            else:
+                y = layer(x).relu() if added is None else (layer(x) + added).relu()
+            y.backward(randn(2, 3, 4, 4, seed=90 + seed))
+            results.append([y, x.grad, *([shortcut.grad] if adds else [])])
+        torch.testing.assert_close(*results, rtol=0, atol=1e-11)
+    assert_same_state(fused, apart, atol=1e-11)
