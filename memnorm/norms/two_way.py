@@ -152,10 +152,9 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         if count != 1 or self.momentum is None:
             super()._require_values(x, count)
 
-    def _backward_memory(self) -> _Backward:
-        if updates.scaled_backward.scale is not None and not inside_backward():
-            updates.scaled_backward.leave()
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    def _forward_in_torch(self, input: Tensor) -> Tensor:
+        observed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        if observed and self.running_mean is not None:
             raise MemnormError(
                 f"{self._name}: two-way memory records in backward, which torch.func and forward-mode AD cannot "
                 'follow. Use memnorm.convert(model, "mbn"), or eval mode.'
@@ -165,6 +164,11 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
                 f"{self._name}: a graph that is compiled with recording off never records in backward. Compile "
                 "without fullgraph, which leaves this layer uncompiled, or train without Double-Forward."
             )
+        return super()._forward_in_torch(input)
+
+    def _backward_memory(self) -> _Backward:
+        if updates.scaled_backward.scale is not None and not inside_backward():
+            updates.scaled_backward.leave()
         if not (self._has_run or torch.compiler.is_compiling()):
             self.__dict__["_has_run"] = True
         return _Backward(self)
