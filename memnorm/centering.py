@@ -49,7 +49,7 @@ def center(model: nn.Module, mode: Mode = "gradients") -> Centering:
     `memnorm.convert(model, "two_way")` centres by itself.
 
     Returns:
-        A handle: `layers` names the layers that are centred, `remove()` ends it.
+        The handle. Its `layers` names the layers that are centred, and `remove()` ends it.
     """
     check_module(model, "center")
     if mode not in ("gradients", "weights"):

@@ -159,11 +159,6 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
                 f"{self._name}: two-way memory records in backward, which torch.func and forward-mode AD cannot "
                 'follow. Use memnorm.convert(model, "mbn"), or eval mode.'
             )
-        if torch.compiler.is_compiling() and torch.is_grad_enabled() and not self.recording:
-            raise MemnormError(
-                f"{self._name}: a graph that is compiled with recording off never records in backward. Compile "
-                "without fullgraph, which leaves this layer uncompiled, or train without Double-Forward."
-            )
         return super()._forward_in_torch(input)
 
     def _backward_memory(self) -> _Backward:
@@ -293,6 +288,11 @@ class _Backward:
 
     def means(self, sum_g: Tensor, sum_gx: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
         layer, compiling = self.layer, torch.compiler.is_compiling()
+        if compiling and not layer.recording:
+            raise MemnormError(
+                f"{layer._name} records in backward, which a graph compiled with recording off never does. Compile "
+                "without fullgraph, which leaves this layer uncompiled, or train without Double-Forward."
+            )
         if torch.is_grad_enabled() and not compiling:
             raise MemnormError(
                 f"{layer._name}: the backward of two-way memory is not the derivative of its forward, so it cannot be "

@@ -615,6 +615,7 @@ def test_a_compiled_training_is_the_eager_one_and_compiles_once(accumulate):
     assert len(set(graphs)) == 1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
 def test_compiling_with_recording_off_is_an_error():
     torch.compiler.reset()
     net = trained(1)
