@@ -71,7 +71,7 @@ def _count_step(optimizer: Optimizer) -> None:
         [
             layer
             for layer in _layers
-            if layer.training and layer._faded_at != layer._versions() and layer._is_trained_by(optimizer, held)
+            if layer.training and layer._is_trained_by(optimizer, held) and layer._faded_at != layer._versions()
         ]
     )
 

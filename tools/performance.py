@@ -43,8 +43,10 @@ def page(record: dict[str, Any]) -> str:
             "",
             "## A training step",
             "",
-            "The paper says that backward costs about twice the forward, and a second forward hence a third of the",
-            "step. `update` is the optimizer's step and, for MBN-2, the second forward.",
+            "The networks call their norms as any network does, `layer(x)`. With a *fused call* one call computes",
+            "norm, residual and ReLU; `memnorm.convert` cannot put that into a network. The paper says that backward",
+            "costs about twice the forward, and a second forward hence a third of the step. `update` is the",
+            "optimizer's step and, for MBN-2, the second forward.",
             "",
             *steps(record["step"]),
             "",
@@ -55,8 +57,8 @@ def page(record: dict[str, Any]) -> str:
             "",
             *rivals(record["step"]["rivals"]),
             "",
-            "MBN's layers run on kernels written for it, with the rectifier and the sum of a residual block in the",
-            "same pass; the other norms are composed of torch's operations.",
+            "The layers of MBN and of two-way memory run on kernels written for them; the other norms are composed of",
+            "torch's operations.",
             "",
         ]
     )
@@ -68,14 +70,14 @@ def sentence(record: dict[str, Any]) -> str:
     ratios = [row["train"]["ratio"] for row in shapes]
     networks = {(one["model"], one["batch_size"]): one["arms"] for one in record["step"]["networks"]}
     steps = ", ".join(
-        f"{size}: {_arm(arms, 'MBN-1'):.2f} and {_arm(arms, 'MBN-2'):.2f}"
+        f"{size}: {_arm(arms, 'two-way'):.2f}, {_arm(arms, 'MBN-1'):.2f} and {_arm(arms, 'MBN-2'):.2f}"
         for (model, size), arms in networks.items()
         if model == "resnet20"
     )
     return (
         f"Measured on {record['where']['machine']}, as ratios to torch's batch norm: a layer in training "
         f"{geometric_mean(ratios):.2f} (geometric mean over {len(ratios)} shapes and layouts, {min(ratios):.2f} to "
-        f"{max(ratios):.2f}); a ResNet-20 step with MBN-1 and MBN-2, by batch size, {steps}. "
+        f"{max(ratios):.2f}); a ResNet-20 step with two-way memory, MBN-1 and MBN-2, by batch size, {steps}. "
         "[Performance](docs/performance.md) has the rest, with the noise and what misses its bound."
     )
 
