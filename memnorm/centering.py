@@ -29,7 +29,7 @@ _centred_layers: WeakSet[nn.Module] = WeakSet()
 
 
 def center(model: nn.Module, mode: Mode = "gradients") -> Centering:
-    """Centre the convolutions and linear layers of `model` whose output feeds a norm, whichever norm it is.
+    """Centre the convolutions and linear layers of `model` whose output feeds a norm of any kind.
 
         memnorm.center(model)
 

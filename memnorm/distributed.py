@@ -168,7 +168,7 @@ class Exchange:
         for (layer, name), part_RV in zip(boxes, everyones_RV.split(sizes, dim=1), strict=True):
             mean_RC, var_RC = part_RV[:, :-2].chunk(2, dim=1)
             count_R, batches_R = part_RV[:, -2:].unbind(1)
-            # Not a number, so not remembered, if nobody has recorded.
+            # If nobody has recorded, the union is NaN, and it is not remembered.
             union = pool(mean_RC, var_RC, count_R, shift=layer.outgoing[name])
             total = Moments(*(torch.as_tensor(value).to(layer.running_mean) for value in union))
             layer._remember_shared(name, total, batches_R.sum())

@@ -8,7 +8,7 @@ layer that no optimizer trains counts each forward that has a backward.
 `GradScaler` multiplies the loss, and with it every gradient, by a factor that changes during training. Torch has no
 hook for that, so `GradScaler.scale` is wrapped: within a scaled backward, what the layers remember of backward is
 multiplied by the factor, and divided by it afterwards. At rest it belongs to the unscaled loss. Other loss scalers
-(FSDP's `ShardedGradScaler`, DeepSpeed's) are not noticed, and scaled backwards must not run in several threads at once.
+(FSDP's `ShardedGradScaler`, DeepSpeed's) are not supported. Run scaled backwards in one thread at a time.
 """
 
 from __future__ import annotations

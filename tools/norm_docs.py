@@ -92,7 +92,8 @@ def measured(name: str, costs: Mapping[str, Any], errors: Mapping[int, Errors]) 
     arms = [arm_name(name, scheme) for scheme in ("single", "double")]
     for steps, found in errors.items():
         lines += [f"Digits, batch size 4, {steps:,} steps: {beside_bn(arm, found)}." for arm in arms if arm in found]
-    lines.append("(Learning rate 0.1 or 0.01, whichever did better on held-out training images.)")
+    if len(lines) > 1:
+        lines.append("(Learning rate 0.1 or 0.01, whichever did better on held-out training images.)")
     return "\n".join(lines)
 
 

@@ -50,7 +50,8 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         num_features: channels C of an input (N, C, …).
         decay: factor by which the memory loses weight with each update of the weights, in (0, 1].
         strength: weight λ of the memory against the current batch, in [0, 1]; 0 is plain batch norm in training.
-        warmup: updates over which λ grows linearly from 0 to `strength`; the first updates change every layer at once.
+        warmup: number of updates over which λ grows linearly from 0 to `strength`. The first updates change every layer
+            at once, so what is remembered then is soon outdated.
         sync: take the batch of all processes together: True, or a process group.
 
     The other arguments are those of `torch.nn.BatchNorm2d`. Buffers, besides those of `MemorizedBatchNorm`:

@@ -266,7 +266,7 @@ def thirty_percent(records: Material) -> Judgement:
     """The second forward alone is told as well: our kernels make MBN-1 cheaper than the BN that it is measured by."""
     least, most = 1.3 - ABOUT, 1.3 + ABOUT
     test = f"MBN-2's step in BN's by batch size (the paper's is 128), between {least:.1f} and {most:.1f} times"
-    judged = together(f"`memnorm bench` on a processor: {test}", step_ratio("MBN-2", least, most)(records))
+    judged = together(f"`memnorm bench` on a CPU: {test}", step_ratio("MBN-2", least, most)(records))
     seconds = []
     for network in records.bench["step"]["networks"]:
         ratios = {one["name"]: one["ratio"] for one in network["arms"]}
@@ -283,7 +283,7 @@ def same_cost(records: Material) -> Judgement:
     inference = Part("held" if ratio <= most else "not held", f"a layer in eval {ratio:.2f}")
     test = f"MBN-1's step by batch size and a layer in eval, at most {most:.1f} times BN's"
     parts = [*step_ratio("MBN-1", 0.0, most)(records), inference]
-    return together(f"`memnorm bench` on a processor: {test}", parts)
+    return together(f"`memnorm bench` on a CPU: {test}", parts)
 
 
 def backward(records: Material) -> Judgement:
@@ -295,7 +295,7 @@ def backward(records: Material) -> Judgement:
                 standing: Standing = "held" if 1.5 <= share <= 2.5 else "not held"
                 parts.append(Part(standing, f"{_step(network)} {share:.2f}"))
     test = "backward against forward of BN by batch size (the paper's is 128), between 1.5 and 2.5 times"
-    return together(f"`memnorm bench` on a processor: {test}", parts)
+    return together(f"`memnorm bench` on a CPU: {test}", parts)
 
 
 JUDGES: dict[str, Judge] = {
