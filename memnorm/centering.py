@@ -128,7 +128,9 @@ class _Centred:
 
     def __init__(self, weight: Tensor, groups: int, by_conversion: bool) -> None:
         self.weight, self.groups, self.by_conversion = weight, groups, by_conversion
-        hook = functools.partial(_center_gradient, groups=groups)
+        hook: Any = functools.partial(_center_gradient, groups=groups)
+        if not groups and cpu.module() is not None:
+            hook = functools.partial(cpu.module().center, hook)
         self.handle = weight.register_post_accumulate_grad_hook(hook) if weight.requires_grad else None
 
     def detach(self) -> None:
@@ -193,7 +195,7 @@ def _center_gradient(weight: Tensor, groups: int) -> None:
         return
     if gradient.requires_grad:  # create_graph: it may be differentiated again
         weight.grad = centred(gradient, groups)
-    elif groups or not cpu.center(gradient, weight.shape[0]):
+    else:
         gradient.copy_(centred(gradient, groups))
 
 

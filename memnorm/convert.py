@@ -52,7 +52,7 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
         model: anything but a model already wrapped for distributed training.
         norm: a name of `memnorm.norms.available()`, or a function `(num_features, **options)` that returns a module.
         options: for "two_way": `decay`, `strength`, `warmup`, `center`, `sync`; for "mbn": `memory_size`, `decay`,
-            `strength`, `prior_weight`, `prior_from_init`, `shift`, `sync`; for others, see their page in `docs/norms/`.
+            `strength`, `prior_weight`, `prior_from_init`, `sync`; for others, see their page in `docs/norms/`.
     """
     check_module(model, "convert")
     _refuse_wrapped(model, "convert")

@@ -141,7 +141,7 @@ def _training_moments(layer: Any, batch: Moments) -> Moments | None:
     if not isinstance(layer, MemorizedBatchNorm):
         return batch
     memory = layer._read(batch.weight)
-    return merge(Moments(memory.mean.to(batch.mean), memory.var.to(batch.var), memory.weight), batch, shift=layer.shift)
+    return merge(Moments(memory.mean.to(batch.mean), memory.var.to(batch.var), memory.weight), batch)
 
 
 def _distance(a: Moments, b: Moments, eps: float) -> Tensor:

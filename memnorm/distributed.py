@@ -169,7 +169,7 @@ class Exchange:
             mean_RC, var_RC = part_RV[:, :-2].chunk(2, dim=1)
             count_R, batches_R = part_RV[:, -2:].unbind(1)
             # If nobody has recorded, the union is NaN, and it is not remembered.
-            union = pool(mean_RC, var_RC, count_R, shift=layer.outgoing[name])
+            union = _union(mean_RC, var_RC, count_R, layer.outgoing[name])
             total = Moments(*(torch.as_tensor(value).to(layer.running_mean) for value in union))
             layer._remember_shared(name, total, batches_R.sum())
 
@@ -228,8 +228,14 @@ def _packed(layer: MemorizedBatchNorm, name: str) -> Tensor:
     finite_K = (mean_KC.isfinite() & var_KC.isfinite()).all(1)
     count_K = finite_K * torch.stack([mean_KC.new_tensor(one.weight) for one in batches])
     mean_KC, var_KC = mean_KC.where(finite_K[:, None], 0), var_KC.where(finite_K[:, None], 0)
-    union = pool(mean_KC, var_KC, count_K, shift=layer.outgoing[name])
+    union = _union(mean_KC, var_KC, count_K, layer.outgoing[name])
     return torch.cat([union.mean, union.var, torch.stack([count_K.sum(), finite_K.sum()])]).nan_to_num(0.0)
+
+
+def _union(mean_KC: Tensor, second_KC: Tensor, weight_K: Tensor, with_variances: bool) -> Moments:
+    """The union of K entries, whose second vectors are variances or, for backward, a second mean."""
+    union = pool(mean_KC, second_KC, weight_K)
+    return union if with_variances else union._replace(var=pool(second_KC, mean_KC, weight_K).mean)
 
 
 def stop_exchange(model: nn.Module) -> None:

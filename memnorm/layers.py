@@ -4,10 +4,18 @@ A layer remembers the moments of the last `memory_size` batches. Their union, we
 batch's count, is kept pooled in `running_mean`, `running_var` and `running_weight` (M, V, W of the docs). A training
 forward normalises with the union of the current batch and that memory, the memory's weight multiplied by `strength`; an
 eval forward is torch's own batch norm on `running_mean` and `running_var`.
+
+Buffers, with k = `memory_size` (0 rows for None) and C channels:
+
+    running_mean (C), running_var (C), running_weight ()          the pooled memory M, V, W
+    memory_mean (k, C), memory_var (k, C), memory_count (k)       the batches, newest first; count 0 is an empty slot
+    strength ()                                                   λ, float64
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, MutableMapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,27 +24,26 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.collective import Some, check_sync, companions, joint_moments, normalize_jointly
-from memnorm.dispatch import OnKernels
-from memnorm.errors import DTypeError, InputError, OptionError
+from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole
 from memnorm.functional import (
+    BackwardMemory,
     Moments,
+    as_scalar,
     constant_moments,
     count_per_channel,
+    merge,
     normalize_with_memory,
+    pool,
     reads_at_once,
+    snapshot,
     statistics_dtype,
+    with_gradient,
 )
-from memnorm.options import check_options, check_shift, check_strength
-from memnorm.recompute import Readings, inside_backward
-from memnorm.state import (
-    POOLED,
-    SLOTS,
-    apply_keeping_width,
-    channel_mismatch,
-    complete_checkpoint,
-    scalar,
-    widen,
-)
+from memnorm.kernels import cpu
+from memnorm.recompute import Readings, inside_backward, may_be_recomputed
+
+POOLED = ("running_mean", "running_var", "running_weight")
+SLOTS = ("memory_mean", "memory_var", "memory_count")
 
 
 class Recording:
@@ -48,29 +55,27 @@ class Recording:
     training: bool
     recording: bool = True
     _watched_by: Any = None  # the Double-Forward handle in charge, if any
-    _transient: tuple[str, ...] = ("recording", "_readings", "_watched_by", "_known_memory", "_outgoing")
+    _transient: tuple[str, ...] = ("recording", "_readings", "_watched_by", "_handle", "_outgoing")
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in self._transient}
 
 
-class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
-    """What the layers for 1-d, 2-d and 3-d data share. Use those.
+class MemorizedBatchNorm(Recording, _BatchNorm):
+    """The base of the layers for 1-d, 2-d and 3-d data.
 
     Args:
         num_features: channels C of an input (N, C, …).
-        memory_size: batches remembered; None remembers all of them, in constant space.
+        memory_size: number of batches to remember; None remembers all of them, in constant space.
         decay: factor by which a remembered batch loses weight with each batch that follows, in (0, 1].
         strength: weight of the whole memory against the current batch, in [0, 1]; 0 is plain batch norm in training.
             A buffer: change it with `set_strength` or a `memnorm.StrengthSchedule`.
-        prior_weight: trained running statistics of a plain batch norm stand in for the memory until something is
-            recorded; this is their weight, in units of the current batch.
-        prior_from_init: let the initial statistics (0, 1) stand in as well, so that a first batch of one value per
+        prior_weight: trained running statistics of a plain batch norm replace the memory until something is recorded;
+            this is their weight, in units of the current batch.
+        prior_from_init: use the initial statistics (0, 1) in the same way, so that a first batch of one value per
             channel can be trained on.
-        shift: count the squared shift between the means of batches in the variance of their union, as the paper's Eq. 6
-            does. False averages the variances alone (its Eq. 4), for the ablation; not with `sync`, and slower.
         sync: take the batch of all processes together: True, or a process group. Every process must then call the
-            layer equally often, be it with an empty batch.
+            layer equally often, if necessary with an empty batch.
 
     `eps`, `momentum`, `affine`, `track_running_stats`, `device`, `dtype` and `bias` are those of
     `torch.nn.BatchNorm2d`. `momentum=None` accumulates cumulative statistics as torch does (see `docs/design.md`); a
@@ -80,16 +85,26 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
     norm = "mbn"  # its name in the registry
     plain_class: type[_BatchNorm]
     ranks: tuple[int, ...]
-    sync: bool | Some = False
     memory_buffers: tuple[str, ...] = ("running_weight", *SLOTS)  # all zero: nothing is remembered
     own_buffers: tuple[str, ...] = (*memory_buffers, "strength")  # those that a plain batch norm does not have
-    outgoing: ClassVar[dict[str, bool]] = {"_outgoing": True}  # entries that wait for an exchange; True: with variances
     statistics: tuple[str, ...] = (*POOLED, *SLOTS)  # float32 or wider in a model of any dtype
+    outgoing: ClassVar[dict[str, bool]] = {"_outgoing": True}  # entries that wait for an exchange; True: with variances
 
     weight: nn.Parameter | None  # type: ignore[assignment]
     bias: nn.Parameter | None  # type: ignore[assignment]
-    _plain_dtype: torch.dtype  # of a plain batch norm's statistics in place of this layer
+    running_mean: Any  # Tensor, or None without track_running_stats; so are the buffers below
+    running_var: Any
+    num_batches_tracked: Any
+    running_weight: Tensor
+    memory_mean: Tensor
+    memory_var: Tensor
+    memory_count: Tensor
+    strength: Tensor
+    sync: bool | Some = False
+    _plain_dtype: torch.dtype  # of the statistics of a plain batch norm in place of this layer
     _seasoned: int | None = None  # version of the strength with which there was something to merge a batch with
+    _handle: Any = None  # of the buffers as the kernels last used them
+    _outgoing: list[Moments] | None = None  # batches recorded for `memnorm.distributed.exchange_memory` to share
 
     def __init__(
         self,
@@ -107,7 +122,6 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         strength: float = 0.5,
         prior_weight: float = 1.0,
         prior_from_init: bool = False,
-        shift: bool = True,
         sync: Any = False,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
@@ -119,7 +133,6 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
             strength=strength,
             prior_weight=prior_weight,
             prior_from_init=prior_from_init,
-            shift=shift,
             sync=sync,
         )
 
@@ -131,16 +144,22 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         strength: float,
         prior_weight: float,
         prior_from_init: bool,
-        shift: bool,
         sync: Any,
     ) -> None:
         """Add the memory to a layer that is a batch norm already."""
-        self.sync = check_sync(sync)
-        check_options(memory_size, decay, strength, prior_weight)
-        self.shift = check_shift(shift, self.sync)
+        if memory_size is not None and (not is_whole(memory_size) or memory_size < 1):
+            raise OptionError(
+                f"memory_size must be a positive number of batches, or None for all of them; got {memory_size!r}"
+            )
+        if not is_number(decay) or not 0 < decay <= 1:
+            raise OptionError(f"decay must lie in (0, 1]; got {decay!r}")
+        if not is_number(prior_weight) or not 0 <= prior_weight < math.inf:
+            raise OptionError(f"prior_weight must be zero or a positive number of batches; got {prior_weight!r}")
         self.memory_size = None if memory_size is None else int(memory_size)
-        self.decay, self._initial_strength, self.prior_weight = float(decay), float(strength), float(prior_weight)
+        self.decay, self.prior_weight = float(decay), float(prior_weight)
+        self._initial_strength = check_strength(strength)
         self.prior_from_init = bool(prior_from_init)
+        self.sync = check_sync(sync)
         if self.running_mean is None or self.running_var is None:
             for name in MemorizedBatchNorm.own_buffers:
                 self.register_buffer(name, None)
@@ -153,29 +172,67 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         self.register_buffer("memory_mean", torch.zeros(slots, self.num_features, device=device, dtype=dtype))
         self.register_buffer("memory_var", torch.zeros(slots, self.num_features, device=device, dtype=dtype))
         self.register_buffer("memory_count", torch.zeros(slots, device=device, dtype=dtype))
-        self.register_buffer("strength", scalar(strength, device))
+        self.register_buffer("strength", _scalar(strength, device))
+
+    # Forward
 
     def forward(
         self, input: Tensor, *, activation: Literal["relu"] | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """The normalised input; with `activation="relu"`, relu(norm(input) + residual), which on the processor costs no
-        further pass over the data.
+        """The normalised input; with `activation="relu"`, relu(norm(input) + residual), which costs no further pass
+        over the data on the CPU.
         """
-        if isinstance(input, fx.Proxy):  # a leaf for torch.fx, called as torch's own layers are: one can take its place
+        if isinstance(input, fx.Proxy):  # a leaf for torch.fx, called as torch's own layers are
             output = input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
             return _completed(output, activation, residual)
         return self._forward(input, activation, residual)
 
     def _forward(self, input: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
-        if activation not in (None, "relu"):
-            raise OptionError(f"{self._name}: activation must be 'relu' or None; got {activation!r}")
         if self.training:
-            output = self._forward_on_kernels(input, activation is not None, residual)
+            output = self._train_on_kernels(input, activation, residual)
             if output is not None:
                 return output
+        if activation not in (None, "relu"):
+            raise OptionError(f"{self._name}: activation must be 'relu' or None; got {activation!r}")
         self._check_input(input)
         output = self._forward_in_torch(input) if self.training else self._plain_forward(input)
         return _completed(output, activation, residual)
+
+    def _train_on_kernels(self, x: Tensor, activation: str | None, residual: Tensor | None) -> Tensor | None:
+        """A training forward in one call of the CPU kernels; None if they cannot do all of it."""
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or cpu.module() is None
+            or self.sync is not False
+            or self._outgoing is not None
+            or not self.track_running_stats
+        ):
+            return None
+        buffers, parameters, evenly = self._buffers, self._parameters, self.momentum is None
+        # A weight that is computed from others is no parameter.
+        weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
+        bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        relu, handle = activation == "relu", self._handle
+        prior_always = self.prior_from_init and not evenly
+        tensors = (x, weight, bias, residual, relu, self.eps)
+        rules = (self.ranks, bool(self.recording), self._decay_per_batch, self.prior_weight, prior_always, evenly)
+        found = None if handle is None else cpu.train(*tensors, handle, buffers, *rules)
+        if found is None:
+            mean = buffers["running_mean"]
+            if (
+                mean is None
+                or not cpu.takes(x, mean.dtype)
+                or x.dim() not in self.ranks
+                or not x.shape[1] == self.num_features < x.numel()
+                or inside_backward()
+                or may_be_recomputed()
+            ):
+                return None
+            self.__dict__["_handle"] = handle = cpu.check(buffers)
+            found = None if handle is None else cpu.train_prepared(*tensors, handle, buffers, *rules)
+            if found is None:
+                return None
+        return with_gradient(*found, x, weight, bias, residual, relu, self.eps, self._backward_memory(handle))
 
     def _forward_in_torch(self, input: Tensor) -> Tensor:
         group = companions(self.sync)
@@ -188,18 +245,12 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
             self._require_values(input, count)
         compiling = torch.compiler.is_compiling()
         replaying = not compiling and inside_backward()
-        memory = self._recall(input) if replaying else None
+        memory = self._kept_readings.recall(constant_moments(input)) if replaying else None
         if memory is None:
-            at_once = self.shift and reads_at_once(input, self.running_mean)
-            memory = self._read(count, at_once)
-        output, batch = normalize_with_memory(
-            input, self.weight, self.bias, memory, self.eps, shift=self.shift, backward=self._backward_memory()
-        )
-        if not replaying:
-            if not compiling:
-                self._kept_readings.keep(batch, memory)
-            if self.recording:
-                self._record(batch)
+            memory = self._read(count, reads_at_once(input, self.running_mean))
+        backward = self._backward_memory(cpu.check(self._buffers) if cpu.unobserved() else None)
+        output, batch = normalize_with_memory(input, self.weight, self.bias, memory, self.eps, backward)
+        self._after_forward(batch, memory, compiling, replaying)
         return output
 
     def _forward_jointly(self, x: Tensor, group: Any) -> Tensor:
@@ -215,14 +266,22 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         memory = self._kept_readings.recall(batch) if replaying else None
         if memory is None:
             memory = self._read(batch.weight)
-        backward = self._backward_memory()
+        backward = self._backward_memory(None)
         output = normalize_jointly(x, self.weight, self.bias, batch, memory, self.eps, group, backward)
-        if not replaying:
-            if not compiling:
-                self._kept_readings.keep(batch, memory)
-            if self.recording:
-                self._record(batch)
+        self._after_forward(batch, memory, compiling, replaying)
         return output
+
+    def _after_forward(self, batch: Moments, memory: Moments, compiling: bool, replaying: bool) -> None:
+        if replaying:
+            return
+        if not compiling:
+            self._kept_readings.keep(batch, memory)
+        if self.recording:
+            self._record(batch)
+
+    def _backward_memory(self, _handle: Any) -> BackwardMemory | None:
+        """What the backward of this forward remembers of earlier ones; the paper's layer remembers nothing."""
+        return None
 
     def _plain_forward(self, x: Tensor) -> Tensor:
         """Torch's own operation: on the running statistics in eval, on the batch where no statistics are kept."""
@@ -239,19 +298,89 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         ]
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, self.eps, torch.backends.cudnn.enabled)
 
-    def _recall(self, x: Tensor) -> Moments | None:
-        return self._kept_readings.recall(constant_moments(x))
-
     @property
     def _kept_readings(self) -> Readings:
         if "_readings" not in self.__dict__:
             self._readings = Readings()
         return self._readings
 
+    # The memory: what a forward reads of it, and how a batch enters it. The kernels do the same in `record.h`.
+
+    @property
+    def _decay_per_batch(self) -> float:
+        """The factor by which remembered batches fade when a batch is recorded."""
+        return self.decay
+
+    def _read(self, count: Tensor | float, at_once: bool = False) -> Moments:
+        """The memory as this forward uses it, its weight multiplied by the strength; a copy, unless read `at_once`.
+
+        With `momentum=None` torch's tools accumulate statistics over batches that are each normalised on their own, and
+        so do we.
+        """
+        weight = self.strength * (0 if self.momentum is None else self._weight_now(count))
+        if at_once:
+            return Moments(self.running_mean, self.running_var, weight.item())
+        return Moments(snapshot(self.running_mean), snapshot(self.running_var), snapshot(weight))
+
+    def _weight_now(self, count: Tensor | float) -> Tensor:
+        """W; if nothing is recorded yet, the weight of trained statistics. No branch, no host sync."""
+        prior = self._stands_in().to(self.running_weight.dtype) * (self.prior_weight * count)
+        return torch.where(self.running_weight == 0, prior, self.running_weight)
+
+    def _stands_in(self) -> Tensor:
+        """True if the running statistics replace a memory that is empty."""
+        trained: Tensor = (self.running_mean != 0).any() | (self.running_var != 1).any()
+        return torch.ones_like(trained) if self.prior_from_init and self.momentum is not None else trained
+
+    def _record(self, batch: Moments) -> None:
+        """Remember a batch, at the next exchange if the memory is exchanged between processes."""
+        if self._outgoing is not None and self.momentum is not None:
+            self._outgoing.append(batch)
+        else:
+            self._remember(batch)
+
+    def _remember_shared(self, _name: str, union: Moments, batches: Tensor) -> None:
+        """Remember what all processes have recorded in a step, as one entry of the weight of their average batch."""
+        self._remember(Moments(union.mean, union.var, union.weight / batches))
+
+    @torch.no_grad()
+    def _remember(self, batch: Moments) -> None:
+        """Make `batch` the newest remembered one and pool the memory again. Every buffer changes in place; a batch that
+        is not finite changes none.
+        """
+        batch = Moments(batch.mean.to(self.running_mean.dtype), batch.var.to(self.running_mean.dtype), batch.weight)
+        weight = self._weight_now(batch.weight)
+        slots = self._slots_after(batch, weight)
+        if self.momentum is None or self.memory_size is None:
+            fade = 1.0 if self.momentum is None else self._decay_per_batch
+            pooled = merge(Moments(self.running_mean, self.running_var, weight * fade), batch)
+        else:
+            age = torch.arange(self.memory_size, device=weight.device, dtype=self.memory_count.dtype)
+            pooled = pool(slots[0], slots[1], slots[2] * self.decay**age)
+        finite = (pooled.mean.isfinite() & pooled.var.isfinite()).all()
+        buffers: Any = self._buffers
+        old = [buffers[name] for name in (POOLED + SLOTS if slots else POOLED)]
+        new = [torch.where(finite, value, buffer) for value, buffer in zip((*pooled, *slots), old, strict=True)]
+        # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU, which running_weight may be.
+        torch._foreach_copy_(old, new)
+        self.num_batches_tracked.add_(finite)
+
+    def _slots_after(self, batch: Moments, weight: Tensor) -> tuple[Tensor, ...]:
+        """The slots with `batch` as the newest entry. Statistics that replaced an empty memory become the second."""
+        if not self.memory_size:
+            return ()
+        stood_in = (self.running_weight == 0) & (weight > 0)
+        newest = (batch.mean, batch.var, as_scalar(batch.weight, weight.dtype, weight.device))
+        prior = (self.running_mean, self.running_var, weight)
+        slots = (self.memory_mean, self.memory_var, self.memory_count)
+        second = (torch.where(stood_in, value, slot[0]) for value, slot in zip(prior, slots, strict=True))
+        rows = zip(newest, second, slots, strict=True)
+        return tuple(torch.cat([a[None], b[None], slot[1:]])[: self.memory_size] for a, b, slot in rows)
+
     @torch.no_grad()
     def reset_memory(self) -> None:
-        """Forget the remembered batches. Eval does not change: the running statistics stay, and stand in for the memory
-        as trained ones do.
+        """Forget the remembered batches. Eval does not change: the running statistics stay, and replace the memory as
+        trained ones do.
         """
         self._seasoned = None
         for name in self.memory_buffers:
@@ -273,6 +402,8 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         check_strength(value)
         if self.strength is not None:
             self.strength.fill_(value)
+
+    # Checks and words
 
     @property
     def _name(self) -> str:
@@ -298,9 +429,9 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
             raise DTypeError(f"{self._name}: expected real floating-point input, got {x.dtype}{advice}")
 
     def _require_values(self, x: Tensor, count: int) -> None:
-        """A batch of `count` values per channel must not be empty, nor have one alone with nothing to merge it with.
+        """Raise for an empty batch, and for one value per channel with nothing to merge it with.
 
-        Reads the device, in this rare case only, and not again once the answer was yes.
+        This reads the device, in this rare case only, and not again once the answer was yes.
         """
         if count == 0:
             raise InputError(
@@ -336,19 +467,48 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
     def extra_repr(self) -> str:
         plain = f"eps={self.eps}, momentum={self.momentum}, affine={self.affine}"
         bias = "" if self.bias is not None or not self.affine else ", bias=False"
-        rare = ("" if self.shift else ", shift=False") + (f", sync={self.sync}" if self.sync is not False else "")
+        sync = f", sync={self.sync}" if self.sync is not False else ""
         tracking = f"track_running_stats={self.track_running_stats}"
-        return f"{self.num_features}, {self._memory_repr()}, {plain}{bias}, {tracking}{rare}"
+        return f"{self.num_features}, {self._memory_repr()}, {plain}{bias}, {tracking}{sync}"
 
     def _memory_repr(self) -> str:
         strength = self._initial_strength if self.strength is None or self.strength.is_meta else float(self.strength)
         return f"memory_size={self.memory_size}, decay={self.decay}, strength={strength:g}"
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    # Moves between dtypes and devices, and checkpoints of plain batch norm or of another memory size
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Map every tensor through `fn`, then undo what it narrowed: statistics stay float32 or wider."""
         if self.running_mean is None:
             return super()._apply(fn, recurse)
-        apply_keeping_width(self, fn, lambda: super(MemorizedBatchNorm, self)._apply(fn, recurse))
+        buffers: Any = self._buffers
+        before = {name: buffers[name] for name in self.statistics}
+        strength = self.strength
+        narrow = buffers["strength"] = strength.float()  # not every device has float64
+        try:
+            super()._apply(fn, recurse)
+        except BaseException:
+            buffers["strength"] = strength
+            raise
+        self._plain_dtype = fn(torch.empty(0, dtype=self._plain_dtype, device=strength.device)).dtype
+        for name, old in before.items():
+            new = buffers[name]
+            if new.dtype != statistics_dtype(new.dtype):
+                buffers[name] = old.to(device=new.device, dtype=statistics_dtype(new.dtype))
+        buffers["strength"] = self._moved_strength(strength, narrow, fn)
         return self
+
+    def _moved_strength(self, strength: Tensor, narrow: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        after: Any = self._buffers["strength"]
+        if after is narrow:  # shared in place, or nothing to do
+            moved = fn(strength)
+            return moved if moved.dtype == strength.dtype else strength
+        if after.device.type == "mps":
+            return after.float()
+        if strength.is_meta and not after.is_meta:
+            # to_empty leaves garbage, and a plain checkpoint brings no strength to replace it
+            return _scalar(self._initial_strength, after.device)
+        return strength.to(after.device)
 
     def _load_from_state_dict(
         self,
@@ -361,16 +521,72 @@ class MemorizedBatchNorm(Recording, OnKernels, _BatchNorm):
         error_msgs: list[str],
     ) -> None:
         self._seasoned = None
-        mismatch = channel_mismatch(self, state_dict, prefix)
-        if mismatch is not None:
-            error_msgs.append(mismatch)
-            return
+        for name in ("running_mean", "running_var", "weight", "bias"):
+            tensor = state_dict.get(prefix + name)
+            if isinstance(tensor, Tensor) and tuple(tensor.shape) != (self.num_features,):
+                error_msgs.append(
+                    f"{prefix + name}: the checkpoint has shape {tuple(tensor.shape)}, the layer {self.num_features} "
+                    "channels. Load a checkpoint of the same architecture, or leave this layer's entries out and pass "
+                    "strict=False."
+                )
+                return
         if self.running_mean is not None:
-            complete_checkpoint(self, state_dict, prefix)
+            self._complete_checkpoint(state_dict, prefix)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        widen(self)
+        # With assign=True the layer has the checkpoint's tensors, of any dtype.
+        if self.running_mean is not None:
+            dtype = statistics_dtype(self.running_mean.dtype)
+            self._buffers.update({name: self.get_buffer(name).to(dtype) for name in self.statistics})
+        if self.strength is not None and self.strength.device.type != "mps":
+            self.strength = self.strength.double()
+
+    def _complete_checkpoint(self, state: MutableMapping[str, Any], prefix: str) -> None:
+        """Make the entries of a plain batch norm, or of another memory size, fit the layer."""
+        mean = state.get(prefix + "running_mean")
+        if mean is None:
+            return
+        if prefix + "running_weight" not in state:
+            for name in self.memory_buffers:
+                state[prefix + name] = torch.zeros_like(self.get_buffer(name), device=mean.device)
+            strength = _scalar(self._initial_strength, mean.device) if self.strength.is_meta else self.strength
+            state.setdefault(prefix + "strength", strength)
+            return
+        slots: list[Any] = [state.get(prefix + name) for name in SLOTS]
+        if not all(isinstance(slot, Tensor) for slot in slots) or slots[2].dim() != 1:
+            return
+        size = slots[2].shape[0]
+        if slots[0].shape == slots[1].shape == (size, self.num_features) and size != (self.memory_size or 0):
+            self._resize_memory(state, prefix, slots)
+
+    def _resize_memory(self, state: MutableMapping[str, Any], prefix: str, slots: list[Tensor]) -> None:
+        """Keep the newest entries that fit. An unlimited memory has none, so its pooled moments become one entry."""
+        size = self.memory_size or 0
+        if slots[2].shape[0] == 0:
+            slots = [state[prefix + name][None] for name in POOLED]
+        for name, slot in zip(SLOTS, slots, strict=True):
+            fitted = torch.zeros_like(self.get_buffer(name), device=slot.device)
+            rows = min(size, slot.shape[0])
+            fitted[:rows] = slot[:rows]
+            state[prefix + name] = fitted
+        truncated = 0 < size < slots[2].shape[0] and self.momentum is not None
+        if truncated and not slots[2].is_meta and bool(slots[2][:size].sum() > 0):
+            mean, var, count = (state[prefix + name] for name in SLOTS)
+            age = torch.arange(size, device=count.device, dtype=count.dtype)
+            pooled = pool(mean, var, count * self.decay**age)
+            state.update(zip((prefix + name for name in POOLED), pooled, strict=True))
+
+
+def check_strength(strength: float) -> float:
+    if not is_number(strength) or not 0 <= strength <= 1:
+        raise OptionError(f"strength must lie in [0, 1]; got {strength!r}")
+    return float(strength)
+
+
+def _scalar(value: float, device: torch.device) -> Tensor:
+    """Float64 wherever it exists: 0.1 must stay 0.1 when the layer is used in float64."""
+    return torch.full((), value, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
 
 
 def _completed(output: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:

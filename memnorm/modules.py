@@ -21,7 +21,11 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 def version_of(tensor: Any) -> int:
     """The number of in-place changes that autograd has counted; -1 for an inference tensor, which has none."""
-    return -1 if tensor.is_inference() else int(tensor._version)
+    try:
+        version: int = tensor._version
+    except RuntimeError:
+        return -1
+    return version
 
 
 def is_real(tensor: Any) -> bool:

@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from memnorm.errors import NothingToRecord, OptionError, check_module, is_whole
-from memnorm.layers import MemorizedBatchNorm
+from memnorm.layers import MemorizedBatchNorm, check_strength
 from memnorm.milestones import in_steps
 from memnorm.modules import modules_of
-from memnorm.options import check_strength
 from memnorm.stripped import ADVICE, check_kept
 
 

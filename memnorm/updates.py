@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from memnorm.kernels import cpu
-from memnorm.modules import has_skipped, version_of
+from memnorm.modules import has_skipped
 
 if TYPE_CHECKING:
     from memnorm.norms.two_way import TwoWayBatchNorm
@@ -67,13 +67,7 @@ def _count_step(optimizer: Optimizer) -> None:
     if not _layers or has_skipped(optimizer):
         return
     held = _held_by(optimizer)
-    count_update(
-        [
-            layer
-            for layer in _layers
-            if layer.training and layer._is_trained_by(optimizer, held) and layer._faded_at != layer._versions()
-        ]
-    )
+    count_update([layer for layer in list(_layers) if layer.training and layer._is_due(optimizer, held)])
 
 
 def _held_by(optimizer: Any) -> set[int]:
@@ -85,18 +79,12 @@ def count_update(layers: list[TwoWayBatchNorm]) -> None:
     """Fade the memories of these layers, because the weights have changed. One call for all, because it runs at every
     step.
     """
-    buffers: list[Any] = [layer._buffers for layer in layers]
-    weights = [one[name] for one in buffers for name in ("running_weight", "backward_weight")]
-    decays = [layer.decay for layer in layers for _ in range(2)]
-    if weights and not cpu.fade(weights, decays):
-        torch._foreach_mul_(weights, decays)
-    for layer, one in zip(layers, buffers, strict=True):
-        layer.__dict__["_faded_at"] = layer._versions()
-        version, count = layer._counted
-        if count < layer.warmup or version != version_of(one["num_updates"]):
-            layer._warm_up()
-        if layer._outgoing_backward:
-            layer._fade_outgoing()
+    if layers and not cpu.fade([(layer._handle, layer._buffers, layer.decay) for layer in layers]):
+        buffers: list[Any] = [layer._buffers for layer in layers]
+        weights = [one[name] for one in buffers for name in ("running_weight", "backward_weight")]
+        torch._foreach_mul_(weights, [layer.decay for layer in layers for _ in range(2)])
+    for layer in layers:
+        layer._after_update()
 
 
 def count_backward(layer: TwoWayBatchNorm) -> None:

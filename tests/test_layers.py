@@ -99,27 +99,6 @@ def test_gamma_equal_to_sigma_and_beta_to_mu_restores_the_input():
     torch.testing.assert_close(layer(x), x, rtol=0, atol=1e-12)
 
 
-def test_without_the_shift_between_means_it_is_the_papers_eq_4():
-    layer = memnorm.MemorizedBatchNorm1d(3, memory_size=4, dtype=torch.float64, shift=False)
-    batches = [leaf((5, 3), seed=seed).detach() + seed for seed in range(3)]
-    for batch in batches:
-        layer(batch)
-    weights = [0.9**age for age in range(3)]
-    newest_first = batches[::-1]
-    mean_var = sum(w * b.var(0, correction=0) for w, b in zip(weights, newest_first, strict=True)) / sum(weights)
-    torch.testing.assert_close(layer.running_var, mean_var, rtol=0, atol=1e-12)
-    layer.recording = False
-    x = leaf((5, 3), seed=9)
-    var_hat = (x.var(0, correction=0) * 5 + 0.5 * layer.running_weight * mean_var) / (5 + 0.5 * layer.running_weight)
-    mean_hat = (x.mean(0) * 5 + 0.5 * layer.running_weight * layer.running_mean) / (5 + 0.5 * layer.running_weight)
-    expected = (x - mean_hat) / torch.sqrt(var_hat + layer.eps)
-    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
-    probe = randn(5, 3, seed=1)
-    torch.testing.assert_close(
-        torch.autograd.grad(layer(x), x, probe), torch.autograd.grad(expected, x, probe), rtol=0, atol=1e-12
-    )
-
-
 def test_momentum_none_merges_everything_since_the_reset_by_count():
     layer = memnorm.MemorizedBatchNorm1d(3, momentum=None, memory_size=2, dtype=torch.float64)
     layer(leaf((5, 3), seed=99))
@@ -232,7 +211,6 @@ def test_repr_shows_the_memory():
     )
     layer.set_strength(0.5)
     assert "strength=0.5" in repr(layer)
-    assert repr(memnorm.MemorizedBatchNorm2d(8, shift=False)).endswith(", track_running_stats=True, shift=False)")
 
 
 @pytest.mark.parametrize(

@@ -1,97 +1,265 @@
-// The processor's kernels for Python: nothing of torch is needed to build or to load them.
+// The CPU kernels for Python. Building and loading them needs nothing of torch.
 //
-// `train_layer` and `backward_layer` take tensors and answer None where these are unusual. The other functions take plain
-// numbers; the addresses are those of tensors that memnorm/kernels/cpu.py has checked and keeps alive. The lock of the
-// interpreter is released while data are read.
-#include "quick.h"
+// `train`, `forward` and `backward` take tensors and return None if one of them is not as the kernels need it; then
+// nothing has been read or written. The interpreter's lock is released while data are read.
+#include "state.h"
+#include "work.h"
 
 namespace {
 
-template <class T, class S> void read_layer(Layer<T, S> &job, Arguments &in) {
-    job.n = in.integer();
-    job.c = in.integer();
-    job.l = in.integer();
-    job.x = in.address<T>();
-    job.weight = in.address<S>();
+// The interpreter's lock is released until the end of the scope.
+struct Unlocked {
+    PyThreadState *state = PyEval_SaveThread();
+
+    Unlocked() = default;
+    Unlocked(const Unlocked &) = delete;
+    ~Unlocked() { PyEval_RestoreThread(state); }
+};
+
+bool arity(Py_ssize_t given, Py_ssize_t wanted) {
+    if (given != wanted) PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", wanted, given);
+    return given == wanted;
 }
 
-template <class T, class S> void read_forward(Forward<T, S> &job, Arguments &in) {
-    read_layer(job, in);
-    job.bias = in.address<S>();
-    job.residual = in.address<T>();
-    job.rectify = in.integer() != 0;
-    job.y = in.address<T>();
-    job.eps = in.number();
-    write_to(job, in.bytes<S>());
+PyObject *none() {
+    Py_INCREF(Py_None);
+    return Py_None;
 }
 
-template <class T, class S> bool forward(Arguments in, bool planes, int64_t threads) {
-    Forward<T, S> job;
-    read_forward(job, in);
-    job.memory_mean = in.address<S>();
-    job.memory_var = in.address<S>();
-    double memory_weight = in.number();
-    if (PyErr_Occurred()) return false;
-    Unlocked unlocked;
-    run_forward(job, memory_weight, planes, threads);
-    return true;
+// The kernels cannot take these tensors. Reading an attribute of an unusual tensor may have raised.
+PyObject *refused() { return PyErr_Clear(), none(); }
+
+// Call work<T, S> for the kind of data; without memory, set Python's error.
+template <class Work> bool by_kind(int64_t kind, Work work) {
+    try {
+        if (kind == FLOAT32)
+            work(float(), float());
+        else if (kind == FLOAT64)
+            work(double(), double());
+        else
+            work(bfloat16(), float());
+        return !PyErr_Occurred();
+    } catch (const std::exception &) {  // only allocations throw
+        PyErr_NoMemory();
+        return false;
+    }
 }
 
-template <class S> void read_memory(Memory<S> &memory, Arguments &in) {
-    memory.running_mean = in.address<S>();
-    memory.running_var = in.address<S>();
-    memory.running_weight = in.address<S>();
-    memory.batches = in.address<int64_t>();
-    memory.means = in.address<S>();
-    memory.vars = in.address<S>();
-    memory.counts = in.address<S>();
-    memory.slots = in.integer();
-    memory.decay = in.number();
-    memory.prior_weight = in.number();
-    memory.prior_always = in.integer() != 0;
-    memory.evenly = in.integer() != 0;
-    memory.shift = in.integer() != 0;
+int64_t kind_of(PyObject *tensor) {
+    Ref dtype = attribute(tensor, torch.dtype);
+    for (int64_t kind = 0; kind < 3; kind++)
+        if (dtype.object == torch.dtypes[kind]) return kind;
+    return -1;
 }
 
-template <class T, class S> bool train(Arguments in, bool planes, int64_t threads) {
-    Forward<T, S> job;
-    Memory<S> memory;
-    read_forward(job, in);
-    const double *strength = in.address<double>();
-    read_memory(memory, in);
-    bool recording = in.integer() != 0;
-    if (PyErr_Occurred()) return false;
-    Unlocked unlocked;
-    run_train(job, memory, *strength, recording, planes, threads);
-    return true;
+bool among(PyObject *ranks, Py_ssize_t rank) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(ranks); i++)
+        if (PyLong_AsSsize_t(PyTuple_GetItem(ranks, i)) == rank) return true;
+    return false;
 }
 
-template <class T, class S> bool backward(Arguments in, bool planes, int64_t threads) {
-    Backward<T, S> job;
-    read_layer(job, in);
-    job.g = in.address<T>();
-    job.y = in.address<T>();
-    job.dx = in.address<T>();
-    job.d_residual = in.address<T>();
-    const S *saved = in.bytes<S>();
-    job.grad_weight = in.address<S>();
-    job.grad_bias = in.address<S>();
-    BackwardMemory<S> memory = read_backward_memory<S>(in);
-    if (PyErr_Occurred()) return false;
-    Unlocked unlocked;
-    run_backward(job, saved, memory, planes, threads);
-    return true;
+// Data of a layer: x and tensors of its shape, parameters of its channels.
+struct Data {
+    int64_t kind;
+    Layout layout;
+    void *x;
+
+    explicit Data(PyObject *tensor)
+        : kind(is_plain(tensor) ? kind_of(tensor) : -1), layout(tensor), x(kind < 0 ? nullptr : address(tensor)) {}
+    bool fits() const { return x && layout.known && layout.c > 0 && layout.n * layout.l > 0; }
+    bool wide() const { return kind == FLOAT64; }
+    int64_t width() const { return wide() ? 8 : 4; }  // of a statistic, in bytes
+    int64_t saved_bytes() const { return (6 * layout.c + 1) * width(); }
+
+    // The address of a tensor of x's shape, kind and layout; null for None; `ok` becomes false for another tensor.
+    void *beside(PyObject *other, bool &ok) const {
+        if (other == Py_None) return nullptr;
+        bool fits = is_plain(other) && kind_of(other) == kind && layout.has_shape_of(other) &&
+            layout.matches(other);
+        void *found = fits ? address(other) : nullptr;
+        ok = ok && found;
+        return found;
+    }
+    // The address of a parameter.
+    void *vector(PyObject *parameter, bool &ok) const {
+        if (parameter == Py_None) return nullptr;
+        bool fits = is_vector(parameter, torch.dtypes[wide()], layout.c * width());
+        void *found = fits ? address(parameter) : nullptr;
+        ok = ok && found;
+        return found;
+    }
+};
+
+// The arguments that `train` and `forward` share: x, weight, bias, residual, relu, eps, threads.
+struct Call {
+    static constexpr Py_ssize_t ARGUMENTS = 7;
+    Data data;
+    bool ok = true, relu;
+    void *weight, *bias, *residual;
+    double eps;
+    int64_t threads;
+    Ref y{nullptr}, saved{nullptr};
+
+    explicit Call(PyObject *const *args) : data(args[0]) {
+        ok = data.fits();
+        weight = ok ? data.vector(args[1], ok) : nullptr;
+        bias = ok ? data.vector(args[2], ok) : nullptr;
+        residual = ok ? data.beside(args[3], ok) : nullptr;
+        relu = args[4] == Py_True;
+        ok = ok && (relu || !residual);
+        eps = PyFloat_AsDouble(args[5]);
+        threads = PyLong_AsLongLong(args[6]);
+    }
+    bool allocate(PyObject *x) {
+        y.object = PyObject_CallFunctionObjArgs(torch.empty_like, x, nullptr);
+        saved.object = PyByteArray_FromStringAndSize(nullptr, data.saved_bytes());
+        return y && saved;
+    }
+    template <class T, class S> Forward<T, S> job() const {
+        Forward<T, S> job;
+        job.n = data.layout.n, job.c = data.layout.c, job.l = data.layout.l;
+        job.x = static_cast<const T *>(data.x);
+        job.weight = static_cast<const S *>(weight);
+        job.bias = static_cast<const S *>(bias);
+        job.residual = static_cast<const T *>(residual);
+        job.rectify = relu;
+        job.eps = eps;
+        job.y = static_cast<T *>(address(y.object));
+        // What backward reads besides x: six vectors and the memory's weight.
+        job.saved_mean = reinterpret_cast<S *>(PyByteArray_AsString(saved.object));
+        job.saved_var = job.saved_mean + job.c;
+        job.hat_mean = job.saved_var + job.c;
+        job.hat_inv = job.hat_mean + job.c;
+        job.batch_mean = job.hat_inv + job.c;
+        job.batch_var = job.batch_mean + job.c;
+        return job;
+    }
+    template <class T, class S> void run_forward(Forward<T, S> &job, double memory_weight) const {
+        job.memory_weight = job.batch_var[job.c] = S(memory_weight);
+        run(job, data.layout.planes, threads);
+    }
+};
+
+// Normalise with the memory (mean, var, weight) of the last arguments, which is read only.
+PyObject *py_forward(PyObject *, PyObject *const *args, Py_ssize_t given) {
+    if (!introduced() || !arity(given, Call::ARGUMENTS + 3)) return nullptr;
+    if (!unobserved()) return refused();
+    Call call(args);
+    PyObject *const *memory = args + Call::ARGUMENTS;
+    void *mean = call.ok ? call.data.vector(memory[0], call.ok) : nullptr;
+    void *var = call.ok ? call.data.vector(memory[1], call.ok) : nullptr;
+    double weight = PyFloat_AsDouble(memory[2]);
+    if (!call.ok || !mean || !var || PyErr_Occurred()) return refused();
+    if (!call.allocate(args[0])) return nullptr;
+    bool run = by_kind(call.data.kind, [&](auto t, auto s) {
+        auto job = call.job<decltype(t), decltype(s)>();
+        using S = decltype(s);
+        job.memory_mean = static_cast<const S *>(mean);
+        job.memory_var = static_cast<const S *>(var);
+        Unlocked unlocked;
+        call.run_forward(job, weight);
+    });
+    return run ? PyTuple_Pack(2, call.y.object, call.saved.object) : nullptr;
 }
 
-template <class S> bool record(Arguments in) {
-    Memory<S> memory;
-    memory.c = in.integer();
-    read_memory(memory, in);
-    const S *mean = in.address<S>(), *var = in.address<S>();
-    double count = in.number();
-    if (PyErr_Occurred()) return false;
-    record(memory, mean, var, count);
-    return true;
+// Normalise with the memory of a layer's buffers; then make the batch the newest remembered one, if `recording`.
+PyObject *py_train(PyObject *, PyObject *const *args, Py_ssize_t given) {
+    if (!arity(given, Call::ARGUMENTS + 8)) return nullptr;
+    PyObject *const *layer = args + Call::ARGUMENTS;
+    PyObject *handle = layer[0], *buffers = layer[1], *ranks = layer[2];
+    const State *state = State::of(handle);
+    if (!state) return nullptr;
+    if (!PyTuple_Check(ranks) || !PyDict_Check(buffers)) return PyErr_Format(PyExc_TypeError, "expected a dictionary and a tuple");
+    if (!unobserved() || !runs_once()) return refused();
+    Call call(args);
+    const Layout &layout = call.data.layout;
+    if (!call.ok || call.data.wide() != state->wide || layout.c != state->c || layout.n * layout.l < 2 ||
+        !among(ranks, PyTuple_Size(layout.shape.object)) || !state->holds(handle, buffers))
+        return refused();
+    bool recording = layer[3] == Py_True, prior_always = layer[6] == Py_True, evenly = layer[7] == Py_True;
+    double decay = PyFloat_AsDouble(layer[4]), prior_weight = PyFloat_AsDouble(layer[5]);
+    if (PyErr_Occurred() || !call.allocate(args[0])) return nullptr;
+    double strength = *state->at<double>(STRENGTH);
+    bool run = by_kind(call.data.kind, [&](auto t, auto s) {
+        auto job = call.job<decltype(t), decltype(s)>();
+        auto memory = state->memory<decltype(s)>();
+        memory.decay = decay, memory.prior_weight = prior_weight, memory.prior_always = prior_always, memory.evenly = evenly;
+        Unlocked unlocked;
+        job.memory_mean = memory.running_mean;
+        job.memory_var = memory.running_var;
+        call.run_forward(job, evenly ? 0 : strength * memory.weight(job.count()));
+        if (recording) record(memory, job.batch_mean, job.batch_var, job.count());
+    });
+    if (!run) return nullptr;
+    if (recording && !mark_written(handle, MEAN, state->slots ? BACKWARD_MEAN : SLOT_MEANS)) return nullptr;
+    return PyTuple_Pack(2, call.y.object, call.saved.object);
+}
+
+// A tensor for a gradient that is wanted; None for another.
+PyObject *gradient_of(PyObject *tensor, PyObject *wanted, Py_ssize_t argument) {
+    if (PyTuple_GetItem(wanted, argument) != Py_True || tensor == Py_None) return none();
+    return PyObject_CallFunctionObjArgs(torch.empty_like, tensor, nullptr);
+}
+
+// The gradients of (x, weight, bias, residual) that `wanted` names, and None for autograd's last argument.
+PyObject *py_backward(PyObject *, PyObject *const *args, Py_ssize_t given) {
+    if (!introduced() || !arity(given, 10)) return nullptr;
+    PyObject *saved = args[0], *x = args[3], *weight = args[4], *wanted = args[5], *handle = args[7];
+    int64_t threads = PyLong_AsLongLong(args[6]);
+    bool reading = args[8] == Py_True, recording = args[9] == Py_True, remembers = handle != Py_None, ok = true;
+    if (PyErr_Occurred() || !PyTuple_Check(wanted) || PyTuple_Size(wanted) < 4) return PyErr_Format(PyExc_TypeError, "unexpected arguments");
+    if (is_true(ask(torch.grad_enabled)) || !unobserved()) return refused();
+    Data data(x);
+    if (!data.fits() || !PyByteArray_Check(saved) || PyByteArray_Size(saved) != data.saved_bytes()) return refused();
+    void *g = data.beside(args[1], ok), *y = ok ? data.beside(args[2], ok) : nullptr;
+    void *gain = ok ? data.vector(weight, ok) : nullptr;
+    const State *state = remembers ? State::of(handle) : nullptr;
+    if (!ok || !g || (remembers && (!state || state->wide != data.wide() || state->c != data.layout.c || !state->at<void>(BACKWARD_MEAN) ||
+        !state->holds(handle, BACKWARD_MEAN, BUFFERS) || !state->holds(handle, STRENGTH, STRENGTH + 1))))
+        return refused();
+    if (weight == Py_None && PyTuple_GetItem(wanted, 2) == Py_True) return refused();  // a bias alone
+    Ref results(PyTuple_New(5));
+    for (Py_ssize_t i = 0; results && i < 5; i++) {
+        PyObject *one = i < 4 ? gradient_of(i == 0 || i == 3 ? x : weight, wanted, i) : none();
+        if (!one || PyTuple_SetItem(results.object, i, one)) return nullptr;
+    }
+    if (!results) return nullptr;
+    bool run = by_kind(data.kind, [&](auto t, auto s) {
+        using T = decltype(t);
+        using S = decltype(s);
+        Backward<T, S> job;
+        auto result = [&](Py_ssize_t i) { return address(PyTuple_GetItem(results.object, i)); };
+        job.n = data.layout.n, job.c = data.layout.c, job.l = data.layout.l;
+        job.g = static_cast<const T *>(g);
+        job.y = static_cast<const T *>(y);
+        job.x = static_cast<const T *>(data.x);
+        job.weight = static_cast<const S *>(gain);
+        job.dx = static_cast<T *>(result(0));
+        job.grad_weight = static_cast<S *>(result(1));
+        job.grad_bias = static_cast<S *>(result(2));
+        job.d_residual = static_cast<T *>(result(3));
+        std::vector<S> scratch(std::size_t(5 * job.c));
+        job.scale = scratch.data();
+        job.slope = job.scale + job.c;
+        job.offset = job.slope + job.c;
+        if (!job.grad_weight) job.grad_weight = job.offset + job.c;
+        if (!job.grad_bias) job.grad_bias = job.offset + 2 * job.c;
+        const S *numbers = reinterpret_cast<const S *>(PyByteArray_AsString(saved));
+        job.hat_mean = numbers + 2 * job.c;
+        job.hat_inv = numbers + 3 * job.c;
+        job.memory_weight = numbers[6 * job.c];
+        Unlocked unlocked;
+        if (!remembers) return ::run(job, data.layout.planes, threads);
+        auto memory = state->backward_memory<S>(reading, recording);
+        job.past_mean = memory.mean;
+        job.past_product = memory.product;
+        job.memory_weight = memory.read_weight();
+        ::run(job, data.layout.planes, threads);
+        if (recording) record_backward(memory, job.c, job.grad_bias, job.grad_weight, job.count());
+    });
+    if (!run) return nullptr;
+    if (remembers && recording && !mark_written(handle, BACKWARD_MEAN, BUFFERS)) return nullptr;
+    return results.release();
 }
 
 // Subtract its mean from each row.
@@ -107,63 +275,75 @@ template <class S> INLINE void center_rows(int64_t rows, int64_t length, S *row)
 VERSIONS void center(int64_t rows, int64_t length, float *data) { center_rows(rows, length, data); }
 VERSIONS void center(int64_t rows, int64_t length, double *data) { center_rows(rows, length, data); }
 
+// Centre the gradient of a weight in place; call otherwise(weight) if the gradient is not as the kernels need it.
 PyObject *py_center(PyObject *, PyObject *const *args, Py_ssize_t given) {
-    if (!arity(given, 4)) return nullptr;
-    Arguments in{args};
-    int64_t kind = in.integer(), rows = in.integer(), length = in.integer();
-    void *data = in.address<void>();
-    if (PyErr_Occurred()) return nullptr;
+    if (!introduced() || !arity(given, 2)) return nullptr;
+    PyObject *otherwise = args[0], *weight = args[1];
+    Ref gradient = attribute(weight, torch.grad);
+    if (!gradient) return nullptr;
+    bool usual = gradient.object != Py_None && is_plain(gradient.object) &&
+        !is_true(attribute(gradient.object, torch.requires_grad));
+    int64_t kind = usual ? kind_of(gradient.object) : -1;
+    Layout layout(usual ? gradient.object : weight);
+    void *data = (kind == FLOAT32 || kind == FLOAT64) && layout.known && layout.n > 0 ? address(gradient.object) : nullptr;
+    if (!data) {
+        PyErr_Clear();
+        return PyObject_CallFunctionObjArgs(otherwise, weight, nullptr);
+    }
     if (kind == FLOAT64)
-        center(rows, length, static_cast<double *>(data));
+        center(layout.n, layout.c * layout.l, static_cast<double *>(data));
     else
-        center(rows, length, static_cast<float *>(data));
-    return nothing();
+        center(layout.n, layout.c * layout.l, static_cast<float *>(data));
+    Ref written(PyTuple_Pack(1, gradient.object));
+    if (!written || !Ref(PyObject_CallFunctionObjArgs(torch.increment_version, written.object, nullptr))) return nullptr;
+    return none();
 }
 
-// Multiply the scalars at these addresses by as many factors.
-template <class S> bool fade(PyObject *addresses, PyObject *factors) {
-    for (Py_ssize_t i = 0; i < PyList_Size(addresses); i++) {
-        auto *weight = static_cast<S *>(PyLong_AsVoidPtr(PyList_GetItem(addresses, i)));
-        double factor = PyFloat_AsDouble(PyList_GetItem(factors, i));
-        if (PyErr_Occurred()) return false;
-        *weight = S(double(*weight) * factor);
-    }
-    return true;
-}
-
+// Multiply the weights of both memories by a factor, for each (handle, buffers, factor) of a list. False, with nothing
+// written, if a handle is None or does not hold.
 PyObject *py_fade(PyObject *, PyObject *const *args, Py_ssize_t given) {
-    if (!arity(given, 3)) return nullptr;
-    if (!PyList_Check(args[1]) || !PyList_Check(args[2]) || PyList_Size(args[1]) != PyList_Size(args[2]))
-        return PyErr_Format(PyExc_TypeError, "expected two lists of one length");
-    bool done = PyLong_AsLongLong(args[0]) == FLOAT64 ? fade<double>(args[1], args[2]) : fade<float>(args[1], args[2]);
-    return done ? nothing() : nullptr;
+    if (!introduced() || !arity(given, 1)) return nullptr;
+    if (!PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "expected a list");
+    Py_ssize_t count = PyList_Size(args[0]);
+    Ref written(PyList_New(0));
+    constexpr int WEIGHTS[] = {WEIGHT, BACKWARD_WEIGHT};
+    for (bool writing : {false, true}) {
+        for (Py_ssize_t i = 0; i < count; i++) {
+            PyObject *handle, *buffers;
+            double factor;
+            if (!PyArg_ParseTuple(PyList_GetItem(args[0], i), "OO!d", &handle, &PyDict_Type, &buffers, &factor)) return nullptr;
+            if (handle == Py_None) return PyBool_FromLong(0);
+            const State *state = State::of(handle);
+            if (!state) return nullptr;
+            for (int which : WEIGHTS) {
+                PyObject *tensor = PyTuple_GetItem(handle, which);
+                if (!writing) {
+                    if (PyDict_GetItem(buffers, State::name(which)) != tensor || !state->at<void>(which) ||
+                        !state->holds(handle, which, which + 1))
+                        return PyErr_Clear(), PyBool_FromLong(0);
+                    if (!written || PyList_Append(written.object, tensor)) return nullptr;
+                } else if (state->wide) {
+                    *state->at<double>(which) *= factor;
+                } else {
+                    *state->at<float>(which) = float(double(*state->at<float>(which)) * factor);
+                }
+            }
+        }
+    }
+    if (!Ref(PyObject_CallFunctionObjArgs(torch.increment_version, written.object, nullptr))) return nullptr;
+    return PyBool_FromLong(1);
 }
 
-#define BY_KIND(function, wanted)                                                                                   \
-    PyObject *py_##function(PyObject *, PyObject *const *args, Py_ssize_t given) {                                  \
-        if (!arity(given, wanted)) return nullptr;                                                                  \
-        Arguments in{args};                                                                                         \
-        int64_t kind = in.integer(), planes = in.integer(), threads = in.integer();                                 \
-        return none_if([=] {                                                                                        \
-            if (kind == FLOAT32) return function<float, float>(in, planes, threads);                                \
-            if (kind == FLOAT64) return function<double, double>(in, planes, threads);                              \
-            return function<bfloat16, float>(in, planes, threads);                                                  \
-        });                                                                                                         \
-    }
-BY_KIND(forward, 17)
-BY_KIND(train, 29)
-BY_KIND(backward, 20)
-
-PyObject *py_record(PyObject *, PyObject *const *args, Py_ssize_t given) {
-    if (!arity(given, 18)) return nullptr;
-    Arguments in{args};
-    int64_t kind = in.integer();
-    return none_if([=] { return kind == FLOAT64 ? record<double>(in) : record<float>(in); });
+PyObject *py_check(PyObject *, PyObject *const *args, Py_ssize_t given) {
+    if (!introduced() || !arity(given, 1)) return nullptr;
+    if (!PyDict_Check(args[0])) return PyErr_Format(PyExc_TypeError, "expected a dictionary");
+    PyObject *handle = make_handle(args[0]);
+    return handle || PyErr_Occurred() ? handle : none();
 }
 
 PyObject *py_introduce(PyObject *, PyObject *const *args, Py_ssize_t given) {
-    if (!arity(given, 14) || !introduce(args)) return nullptr;
-    return nothing();
+    if (!arity(given, INTRODUCED) || !introduce(args)) return nullptr;
+    return none();
 }
 
 PyCFunction method(PyObject *(*function)(PyObject *, PyObject *const *, Py_ssize_t)) {
@@ -171,32 +351,20 @@ PyCFunction method(PyObject *(*function)(PyObject *, PyObject *const *, Py_ssize
 }
 
 PyMethodDef methods[] = {
-    {"forward", method(py_forward), METH_FASTCALL,
-        "forward(kind, planes, threads, n, c, l, x, weight, bias, residual, rectify, y, eps, saved, memory_mean, memory_var, memory_weight)"},
+    {"introduce", method(py_introduce), METH_FASTCALL, "The objects of torch that the rest needs; call it first, once."},
+    {"check", method(py_check), METH_FASTCALL, "check(buffers): the handle of a layer's buffers, or None"},
     {"train", method(py_train), METH_FASTCALL,
-        "train(kind, planes, threads, n, c, l, x, weight, bias, residual, rectify, y, eps, saved, strength, running_mean, running_var, "
-        "running_weight, batches, means, vars, counts, slots, decay, prior_weight, prior_always, evenly, shift, recording)"},
-    {"backward", method(py_backward), METH_FASTCALL,
-        "backward(kind, planes, threads, n, c, l, x, weight, g, y, dx, d_residual, saved, grad_weight, grad_bias, "
-        "past_mean, past_product, past_weight, strength, recording)"},
-    {"record", method(py_record), METH_FASTCALL,
-        "record(kind, c, running_mean, running_var, running_weight, batches, means, vars, counts, slots, decay, "
-        "prior_weight, prior_always, evenly, shift, mean, var, count)"},
-    {"fade", method(py_fade), METH_FASTCALL, "fade(kind, addresses, factors)"},
-    {"center", method(py_center), METH_FASTCALL, "center(kind, rows, length, data)"},
-    {"introduce", method(py_introduce), METH_FASTCALL,
-        "introduce(Tensor, Parameter, strided, float32, float64, bfloat16, empty_like, increment_version, observers, forward_ad, "
-        "is_grad_enabled, is_fwd_grad_enabled, current_graph_task_id, top_saved_tensors_default_hooks): once, before the rest"},
-    {"know", method(py_know), METH_FASTCALL, "know(buffers, parameters, wide, c, slots, written): what train_layer takes"},
-    {"train_layer", method(py_train_layer), METH_FASTCALL,
-        "train_layer(known, buffers, parameters, x, residual, rectify, ranks, threads, recording, eps, decay, prior_weight, "
+        "train(x, weight, bias, residual, relu, eps, threads, handle, buffers, ranks, recording, decay, prior_weight, "
         "prior_always, evenly): (y, saved), or None"},
-    {"backward_layer", method(py_backward_layer), METH_FASTCALL,
-        "backward_layer(saved, g, y, x, weight, wanted, threads, past, recording): gradients, or None"},
+    {"forward", method(py_forward), METH_FASTCALL,
+        "forward(x, weight, bias, residual, relu, eps, threads, mean, var, memory_weight): (y, saved), or None"},
+    {"backward", method(py_backward), METH_FASTCALL,
+        "backward(saved, g, y, x, weight, wanted, threads, handle, reading, recording): gradients, or None"},
+    {"fade", method(py_fade), METH_FASTCALL, "fade([(handle, buffers, factor), …]): True if it was done"},
+    {"center", method(py_center), METH_FASTCALL, "center(otherwise, weight)"},
     {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "memnorm.kernels._cpu", "Kernels for the processor.", -1, methods,
-    nullptr, nullptr, nullptr, nullptr};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "memnorm.kernels._cpu", "CPU kernels.", -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 

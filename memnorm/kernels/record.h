@@ -14,7 +14,6 @@ template <class S> struct Memory {
     double prior_weight;  // of statistics that stand in for an empty memory, in batches
     bool prior_always;    // even if they are the initial ones
     bool evenly;          // pool a batch with everything since the reset, whatever the slots hold
-    bool shift;           // count the squared shift between means
 
     // W; where nothing is recorded yet, the weight of the statistics that stand in.
     double weight(double count) const {
@@ -52,8 +51,8 @@ constexpr int64_t BLOCK = 128;  // channels that are united at once
 // The moments of the union in `width` channels, summed in A around `centre`, a batch's means. The further the union's
 // means are from these, the more digits are lost.
 template <class A, class S>
-INLINE United unite_block(const Pool<S> &pool, int64_t begin, int64_t width, bool shift, const S *centre, S *mean, S *var) {
-    A moved[BLOCK] = {}, spread[BLOCK] = {}, shifted = shift ? 1 : 0;
+INLINE United unite_block(const Pool<S> &pool, int64_t begin, int64_t width, const S *centre, S *mean, S *var) {
+    A moved[BLOCK] = {}, spread[BLOCK] = {};
     for (std::size_t r = 0; r < pool.weights.size(); r++) {
         const S *row = pool.means[r] + begin, *own = pool.vars[r] + begin;
         A share = A(pool.weights[r] / pool.total);
@@ -61,13 +60,13 @@ INLINE United unite_block(const Pool<S> &pool, int64_t begin, int64_t width, boo
         for (int64_t j = 0; j < width; j++) {
             A d = A(row[j]) - A(centre[j]);
             moved[j] += share * d;
-            spread[j] += share * (A(own[j]) + shifted * d * d);
+            spread[j] += share * (A(own[j]) + d * d);
         }
     }
     int finite = 1, lossy = 0;
 #pragma omp simd reduction(& : finite) reduction(| : lossy)
     for (int64_t j = 0; j < width; j++) {
-        A square = shifted * moved[j] * moved[j];
+        A square = moved[j] * moved[j];
         S m = S(centre[j] + moved[j]), v = S(spread[j] - square);
         mean[j] = m;
         var[j] = v;
@@ -80,7 +79,7 @@ INLINE United unite_block(const Pool<S> &pool, int64_t begin, int64_t width, boo
 }
 
 // The moments of the union, and whether they are finite. The heaviest batch is next to the union, almost always.
-template <class S> INLINE bool unite_rows(const Pool<S> &pool, int64_t c, bool shift, S *mean, S *var) {
+template <class S> INLINE bool unite_rows(const Pool<S> &pool, int64_t c, S *mean, S *var) {
     std::size_t heaviest = 0;
     for (std::size_t r = 1; r < pool.weights.size(); r++)
         if (pool.weights[r] > pool.weights[heaviest]) heaviest = r;
@@ -88,18 +87,18 @@ template <class S> INLINE bool unite_rows(const Pool<S> &pool, int64_t c, bool s
     for (int64_t begin = 0; begin < c; begin += BLOCK) {
         int64_t width = begin + BLOCK < c ? BLOCK : c - begin;
         const S *centre = pool.means[heaviest] + begin;
-        United united = unite_block<S>(pool, begin, width, shift, centre, mean + begin, var + begin);
-        if (united.lossy) united = unite_block<double>(pool, begin, width, shift, centre, mean + begin, var + begin);
+        United united = unite_block<S>(pool, begin, width, centre, mean + begin, var + begin);
+        if (united.lossy) united = unite_block<double>(pool, begin, width, centre, mean + begin, var + begin);
         finite &= united.finite;
     }
     return finite;
 }
 
-VERSIONS static bool unite(const Pool<float> &pool, int64_t c, bool shift, float *mean, float *var) {
-    return unite_rows(pool, c, shift, mean, var);
+VERSIONS static bool unite(const Pool<float> &pool, int64_t c, float *mean, float *var) {
+    return unite_rows(pool, c, mean, var);
 }
-VERSIONS static bool unite(const Pool<double> &pool, int64_t c, bool shift, double *mean, double *var) {
-    return unite_rows(pool, c, shift, mean, var);
+VERSIONS static bool unite(const Pool<double> &pool, int64_t c, double *mean, double *var) {
+    return unite_rows(pool, c, mean, var);
 }
 
 // What two-way memory remembers of backward: the means of g and of g·x̂, and the weight they stand for.
@@ -156,7 +155,7 @@ template <class S> void record(const Memory<S> &memory, const S *mean, const S *
         }
     }
     std::vector<S> united(std::size_t(2 * memory.c));
-    if (!unite(pool, memory.c, memory.shift, united.data(), united.data() + memory.c)) return;
+    if (!unite(pool, memory.c, united.data(), united.data() + memory.c)) return;
     if (memory.slots) {
         S batch = S(count), prior = S(weight);
         push(memory.means, memory.slots, memory.c, mean, stood_in ? memory.running_mean : nullptr);

@@ -1,5 +1,5 @@
-// Tensors as Python objects. A small layer takes less time than the Python that would look at its tensors, so the usual
-// case is looked at here: dense tensors of torch's own classes. Whatever is unusual is left to memnorm/kernels/cpu.py.
+// Tensors as Python objects. Checking a small layer's tensors in Python takes longer than the layer, so it is done here.
+// The kernels read dense tensors of torch's own classes in CPU memory; memnorm/kernels/cpu.py prepares others.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-// A reference that is given back when the scope is left.
+// A reference that is released at the end of the scope.
 struct Ref {
     PyObject *object;
 
@@ -24,28 +24,33 @@ struct Ref {
     explicit operator bool() const { return object != nullptr; }
 };
 
-// What torch calls its things; `introduce` fills it in.
+// Objects and attribute names of torch; `introduce` fills them in.
 struct Torch {
-    PyObject *tensor, *parameter, *strided, *dtypes[3];  // float32, float64, bfloat16
-    PyObject *empty_like, *increment_version;
-    PyObject *observers;      // functions, each of which answers whether someone looks at operations
-    PyObject *forward_ad;     // a module that knows the level of forward-mode AD
-    PyObject *grad_enabled, *forward_grad_enabled, *running_backward, *saved_hooks;  // functions
-    PyObject *data_ptr, *shape, *dtype, *layout, *is_cpu, *is_neg, *is_contiguous, *stride, *numel, *nbytes, *current_level;  // names
+    PyObject *tensor, *parameter, *dtypes[3];  // float32, float64, bfloat16
+    PyObject *int64, *empty_like, *increment_version;
+    PyObject *observers;   // functions that return a true value while something else than autograd sees operations
+    PyObject *forward_ad;  // the module that holds the level of forward-mode AD
+    PyObject *grad_enabled, *forward_grad_enabled, *running_backward, *saved_hooks, *inference_mode;  // functions
+    PyObject *data_ptr, *shape, *dtype, *is_cpu, *is_neg, *is_contiguous, *stride, *nbytes, *current_level;  // names
+    PyObject *grad, *requires_grad, *is_inference, *detach;
 };
 static Torch torch;
+constexpr Py_ssize_t INTRODUCED = 15;
 
 inline bool introduce(PyObject *const *given) {
-    PyObject **objects[] = {&torch.tensor, &torch.parameter, &torch.strided, &torch.dtypes[0], &torch.dtypes[1],
-        &torch.dtypes[2], &torch.empty_like, &torch.increment_version, &torch.observers, &torch.forward_ad,
-        &torch.grad_enabled, &torch.forward_grad_enabled, &torch.running_backward, &torch.saved_hooks};
+    PyObject **objects[INTRODUCED] = {&torch.tensor, &torch.parameter, &torch.dtypes[0], &torch.dtypes[1],
+        &torch.dtypes[2], &torch.int64, &torch.empty_like, &torch.increment_version, &torch.observers, &torch.forward_ad,
+        &torch.grad_enabled, &torch.forward_grad_enabled, &torch.running_backward, &torch.saved_hooks,
+        &torch.inference_mode};
     for (auto *object : objects) {
         Py_INCREF(*given);
         *object = *given++;
     }
-    const char *words[] = {"data_ptr", "shape", "dtype", "layout", "is_cpu", "is_neg", "is_contiguous", "stride", "numel", "nbytes", "_current_level"};
-    PyObject **names[] = {&torch.data_ptr, &torch.shape, &torch.dtype, &torch.layout, &torch.is_cpu, &torch.is_neg,
-        &torch.is_contiguous, &torch.stride, &torch.numel, &torch.nbytes, &torch.current_level};
+    const char *words[] = {"data_ptr", "shape", "dtype", "is_cpu", "is_neg", "is_contiguous", "stride", "nbytes",
+        "_current_level", "grad", "requires_grad", "is_inference", "detach"};
+    PyObject **names[] = {&torch.data_ptr, &torch.shape, &torch.dtype, &torch.is_cpu, &torch.is_neg,
+        &torch.is_contiguous, &torch.stride, &torch.nbytes, &torch.current_level, &torch.grad, &torch.requires_grad,
+        &torch.is_inference, &torch.detach};
     for (std::size_t i = 0; i < sizeof(words) / sizeof(*words); i++)
         if (!(*names[i] = PyUnicode_InternFromString(words[i]))) return false;
     return true;
@@ -63,7 +68,7 @@ inline bool is_true(const Ref &answer) { return answer.object == Py_True; }
 inline Ref ask(PyObject *function) { return Ref(PyObject_CallNoArgs(function)); }
 inline bool is(const Ref &number, long wanted) { return number && PyLong_AsLong(number.object) == wanted; }
 
-// Whether autograd alone is looking: no transform, no dispatch mode, no tracer, no forward-mode AD.
+// True if no functorch transform, dispatch mode, tracer or forward-mode AD is active.
 inline bool unobserved() {
     for (Py_ssize_t i = 0; i < PyTuple_Size(torch.observers); i++) {
         Ref answer = ask(PyTuple_GetItem(torch.observers, i));
@@ -72,41 +77,40 @@ inline bool unobserved() {
     return is(attribute(torch.forward_ad, torch.current_level), -1);
 }
 
-// Whether this forward runs for the first and only time: not inside a backward, not where it may be recomputed.
-inline bool once() {
+// True if this forward runs only once: not inside a backward, and not where activation checkpointing may repeat it.
+inline bool runs_once() {
     if (!is(ask(torch.running_backward), -1)) return false;
-    if (!is_true(ask(torch.grad_enabled)) && !is_true(ask(torch.forward_grad_enabled))) return false;
+    if (!is_true(ask(torch.grad_enabled)) && !is_true(ask(torch.forward_grad_enabled)) && !is_true(ask(torch.inference_mode)))
+        return false;
     Ref hooks(PyObject_CallFunctionObjArgs(torch.saved_hooks, Py_True, nullptr));
     return hooks.object == Py_None;
 }
 
-// Of a tensor's first value; null without a tensor, and with Python's error set if there is no address.
+// The address of a tensor's first value; null for None, and null with Python's error set if there is no address.
 inline void *address(PyObject *tensor) {
     if (tensor == Py_None) return nullptr;
     Ref number = call(tensor, torch.data_ptr);
     return number ? PyLong_AsVoidPtr(number.object) : nullptr;
 }
 
-inline bool has_dtype(PyObject *tensor, int64_t kind) { return attribute(tensor, torch.dtype).object == torch.dtypes[kind]; }
+inline bool has_dtype(PyObject *tensor, PyObject *dtype) { return attribute(tensor, torch.dtype).object == dtype; }
 
-inline bool has_bytes(PyObject *tensor, int64_t count) {
-    Ref number = attribute(tensor, torch.nbytes);
-    return number && PyLong_AsLongLong(number.object) == count;
-}
-
-inline bool has_values(PyObject *tensor, int64_t count) {
-    Ref number = call(tensor, torch.numel);
-    return number && PyLong_AsLongLong(number.object) == count;
-}
-
-// Whether it is one of torch's own tensors, dense and in the processor's memory.
+// True for a tensor of torch's own classes in CPU memory without a pending negation. One that is not strided has no
+// address.
 inline bool is_plain(PyObject *tensor) {
     PyObject *type = reinterpret_cast<PyObject *>(Py_TYPE(tensor));
     return (type == torch.tensor || type == torch.parameter) && is_true(attribute(tensor, torch.is_cpu)) &&
-        attribute(tensor, torch.layout).object == torch.strided && !is_true(call(tensor, torch.is_neg));
+        !is_true(call(tensor, torch.is_neg));
 }
 
-// The layout of a tensor (N, C, …): its strides if these are rows of channels; null if its values lie in their order.
+// True for a contiguous plain tensor of this dtype and size.
+inline bool is_vector(PyObject *tensor, PyObject *dtype, int64_t bytes) {
+    if (!is_plain(tensor) || !has_dtype(tensor, dtype)) return false;
+    Ref size = attribute(tensor, torch.nbytes);
+    return size && PyLong_AsLongLong(size.object) == bytes && is_true(call(tensor, torch.is_contiguous));
+}
+
+// The layout of a tensor (N, C, …). `strides` is set if its values are rows of channels, and null if it is contiguous.
 struct Layout {
     bool known = false, planes = false;
     int64_t n = 0, c = 0, l = 1;
@@ -123,7 +127,7 @@ struct Layout {
             known = strides && is_rows();
         }
     }
-    // Whether another tensor of that shape has the same layout.
+    // True if a tensor of the same shape has the same layout.
     bool matches(PyObject *other) const {
         if (!strides) return is_true(call(other, torch.is_contiguous));
         Ref its = call(other, torch.stride);
@@ -136,7 +140,7 @@ struct Layout {
 
 private:
     static int64_t at(const Ref &tuple, Py_ssize_t i) { return PyLong_AsLongLong(PyTuple_GetItem(tuple.object, i)); }
-    bool is_rows() const {  // of images and volumes alone: of a series, torch's batch norm makes a copy in order
+    bool is_rows() const {  // images and volumes only: torch's batch norm copies a series into contiguous memory
         if (PyTuple_Size(shape.object) < 4) return false;
         int64_t expected = c;
         for (Py_ssize_t i = PyTuple_Size(shape.object) - 1; i >= 2; i--) {

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from memnorm.errors import OptionError
-from memnorm.functional import Moments, count_per_channel, normalize_with_memory
+from memnorm.functional import Moments, batch_moments, normalize
 from memnorm.norms.base import RunningNorm, blend
 
 
@@ -33,15 +33,17 @@ class LaggedBatchNorm(RunningNorm):
         return share if self.momentum is None else share / (1 - (1 - share) ** (self._as_float(batches) + 1))
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
-        share = self._share(state.weight)
-        weight = count_per_channel(x) * (1 - share) / share  # next to a batch of n, a memory of n(1 − a)/a is 1 − a
-        memory = Moments(state.mean, state.var, weight)
-        return normalize_with_memory(x, self.weight, self.bias, memory, self.eps, shift=False)
+        batch = batch_moments(x)
+        y = normalize(x, self.weight, self.bias, self._blended(batch, state, state.weight), self.eps)
+        return y, Moments(batch.mean.detach(), batch.var.detach(), batch.weight)
+
+    def _blended(self, batch: Moments, past: Any, batches: Any) -> Moments:
+        """The averages after this batch."""
+        share, mean, var = self._share(batches), past[0].to(batch.mean), past[1].to(batch.var)
+        return Moments(blend(mean, batch.mean, share), blend(var, batch.var, share), batch.weight)
 
     def training_moments(self, batch: Moments) -> Moments:
-        share = self._share(self.num_batches_tracked)
-        mean, var = self.running_mean.to(batch.mean), self.running_var.to(batch.var)
-        return Moments(blend(mean, batch.mean, share), blend(var, batch.var, share), batch.weight)
+        return self._blended(batch, (self.running_mean, self.running_var), self.num_batches_tracked)
 
     def _record(self, batch: Moments, state: Moments) -> None:
         share = self._share(self.num_batches_tracked)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memnorm.errors import OptionError, is_number
-from memnorm.functional import Moments, count_per_channel, normalize_with_memory, snapshot
+from memnorm.functional import Moments, batch_moments, normalize, snapshot
 from memnorm.norms.base import RunningNorm, blend
 from memnorm.norms.brn import check_total_steps
 
@@ -74,10 +74,11 @@ class MomentumBatchNorm(RunningNorm):
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         """The output, and the batch's moments, their weight the number of images."""
-        past = self.past_share(x.shape[0], state.weight)
-        memory = Moments(state.mean, state.var, count_per_channel(x) * past / (1 - past))
-        y, batch = normalize_with_memory(x, self.weight, self.bias, memory, self.eps, shift=False)
-        return y, Moments(batch.mean, batch.var, x.shape[0])
+        batch, now = batch_moments(x), 1 - self.past_share(x.shape[0], state.weight)
+        mean = blend(state.mean.to(batch.mean), batch.mean, now)
+        var = blend(state.var.to(batch.var), batch.var, now)
+        y = normalize(x, self.weight, self.bias, Moments(mean, var, batch.weight), self.eps)
+        return y, Moments(batch.mean.detach(), batch.var.detach(), x.shape[0])
 
     def _record(self, batch: Moments, state: Moments) -> None:
         size = int(batch.weight)

@@ -28,19 +28,19 @@ from torch.optim import Optimizer
 from memnorm import centering, updates
 from memnorm.errors import MemnormError, OptionError, is_whole
 from memnorm.functional import Moments, as_scalar, snapshot
-from memnorm.kernels import cpu
 from memnorm.layers import (
     MemorizedBatchNorm,
     MemorizedBatchNorm1d,
     MemorizedBatchNorm2d,
     MemorizedBatchNorm3d,
     Recording,
+    check_strength,
 )
 from memnorm.modules import is_real, version_of
 from memnorm.norms import mbn
-from memnorm.options import check_strength
 from memnorm.recompute import inside_backward
-from memnorm.state import BACKWARD
+
+BACKWARD = ("backward_mean", "backward_product", "backward_weight")  # A, Q, W_b
 
 
 class TwoWayBatchNorm(MemorizedBatchNorm):
@@ -69,7 +69,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     _transient = (
         *Recording._transient,
         *("_has_optimizer", "_leader", "_has_run", "_backwards_alone", "_faded_at", "_counted"),
-        *("_known_past", "_outgoing_backward"),
+        *("_outgoing_backward",),
     )
 
     warmup: int
@@ -84,7 +84,6 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     _faded_at: tuple[int, int] | None = None  # the versions after the last update
     _backwards_alone: int = 0  # recorded backwards that no optimizer was found for
     _counted: tuple[int, int] = (-1, 0)  # version and value of `num_updates`, to spare the device a read
-    _known_past: cpu.Past | None = None  # the backward memory as the kernels last took it
     _outgoing_backward: list[Moments] | None = None  # as `_outgoing`, for the means of backward
 
     def __init__(
@@ -111,7 +110,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     def _install_memory(self, *, decay: float, strength: float, warmup: int, sync: Any) -> None:  # type: ignore[override]
         if not is_whole(warmup) or warmup < 0:
             raise OptionError(f"warmup must be a whole number of updates, or 0; got {warmup!r}")
-        forward: dict[str, Any] = {"memory_size": None, "prior_weight": 1.0, "prior_from_init": False, "shift": True}
+        forward: dict[str, Any] = {"memory_size": None, "prior_weight": 1.0, "prior_from_init": False}
         super()._install_memory(decay=decay, strength=strength, sync=sync, **forward)
         self.warmup = int(warmup)
         if self.running_mean is None:
@@ -162,12 +161,12 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
             )
         return super()._forward_in_torch(input)
 
-    def _backward_memory(self) -> _Backward:
+    def _backward_memory(self, handle: Any) -> _Backward:
         if updates.scaled_backward.scale is not None and not inside_backward():
             updates.scaled_backward.leave()
         if not (self._has_run or torch.compiler.is_compiling()):
             self.__dict__["_has_run"] = True
-        return _Backward(self)
+        return _Backward(self, handle)
 
     def _fade_outgoing(self) -> None:
         """The weights have changed while means of backward wait for an exchange."""
@@ -191,13 +190,14 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         count = self._updates_counted()
         if count < self.warmup:
             self._follow(count + 1)
-        else:
-            self._counted = (version_of(self.num_updates), count)
 
     def _updates_counted(self) -> int:
         """The value of `num_updates`. Reads the device only if somebody else has written the buffer."""
+        buffer: Any = self._buffers["num_updates"]
         version, count = self._counted
-        return count if version == version_of(self.num_updates) else int(self.num_updates)
+        if version != version_of(buffer):
+            version, count = self.__dict__["_counted"] = version_of(buffer), int(buffer)
+        return count
 
     @torch.no_grad()
     def _follow(self, count: int) -> None:
@@ -214,10 +214,10 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         """The trainable ones: the optimizer that holds one of them makes the layer's updates."""
         return [one for one in self._parameters.values() if one is not None and one.requires_grad]
 
-    def _is_trained_by(self, optimizer: Optimizer, held: set[int]) -> bool:
-        """Return True if `optimizer`, which holds the parameters with these ids, makes the layer's updates. A layer
-        without a trainable parameter, frozen or in a teacher, follows the first optimizer that steps after a training
-        forward of the layer.
+    def _is_due(self, optimizer: Optimizer, held: set[int]) -> bool:
+        """Return True if `optimizer`, which holds the parameters with these ids, makes the layer's updates, and if
+        something was recorded since the last one. A layer without a trainable parameter, frozen or in a teacher,
+        follows the first optimizer that steps after a training forward of the layer.
         """
         trainable = False
         for own in self._parameters.values():
@@ -225,18 +225,26 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
                 trainable = True
                 if id(own) in held:
                     self.__dict__["_has_optimizer"] = True
-                    return True
+                    return self._faded_at != self._versions()
         if trainable:
             return False
         leader = self._leader and self._leader()
         if leader is None and self._has_run:
             leader = optimizer
             self.__dict__["_leader"], self.__dict__["_has_optimizer"] = ref(optimizer), True
-        return leader is optimizer
+        return leader is optimizer and self._faded_at != self._versions()
 
     def _versions(self) -> tuple[int, int]:
         """Change whenever something is recorded or fades."""
-        return version_of(self._buffers["running_weight"]), version_of(self._buffers["backward_weight"])
+        buffers: Any = self._buffers
+        return version_of(buffers["running_weight"]), version_of(buffers["backward_weight"])
+
+    def _after_update(self) -> None:
+        """The memory has faded."""
+        self.__dict__["_faded_at"] = self._versions()
+        self._warm_up()
+        if self._outgoing_backward:
+            self._fade_outgoing()
 
     def reset_parameters(self) -> None:
         if self._buffers.get("num_updates") is not None:
@@ -278,13 +286,13 @@ class _Backward:
     writes the buffers that the forward used, also under `functional_call`.
     """
 
-    __slots__ = ("before", "buffers", "layer", "recorded", "strength")
+    __slots__ = ("before", "buffers", "handle", "layer", "recorded", "strength")
 
-    def __init__(self, layer: TwoWayBatchNorm) -> None:
-        self.layer, self.recorded = layer, False
+    def __init__(self, layer: TwoWayBatchNorm, handle: Any) -> None:
+        self.layer, self.handle, self.recorded = layer, handle, False
         self.before: float | None = None
         buffers: Any = layer._buffers
-        self.buffers = (buffers["backward_mean"], buffers["backward_product"], buffers["backward_weight"])
+        self.buffers: Any = (buffers["backward_mean"], buffers["backward_product"], buffers["backward_weight"])
         self.strength = None if layer.momentum is None else buffers["strength"]
 
     def means(self, sum_g: Tensor, sum_gx: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -330,20 +338,12 @@ class _Backward:
             _merge_backward(self.buffers, mean, product, count)
             self.written()
 
-    def on_kernels(self, fresh: bool = False) -> tuple[cpu.Past | None, bool]:
+    def for_kernels(self) -> tuple[Any, bool, bool]:
         layer = self.layer
-        known, (mean, product, weight) = layer._known_past, self.buffers
-        if (
-            fresh
-            or known is None
-            or not (known[0] is mean and known[1] is product and known[2] is weight and known[3] is self.strength)
-        ):
-            known = cpu.past_of(self.buffers, self.strength)
-            layer.__dict__["_known_past"] = known
         if not layer._has_optimizer:
             self._note_weight()
-        usable = known if layer._outgoing_backward is None else None
-        return usable, layer.recording and not self.recorded
+        handle = self.handle if layer._outgoing_backward is None else None
+        return handle, self.strength is not None, layer.recording and not self.recorded
 
     def _note_weight(self) -> None:
         """Without an optimizer a backward counts as an update, if it has changed the memory."""
@@ -355,9 +355,8 @@ class _Backward:
         if self.recorded or not layer.recording:
             return
         self.recorded = True
-        if self.before is None or layer._buffers["backward_weight"] is not self.buffers[2]:
-            return
-        if float(self.buffers[2]) != self.before:
+        changed = self.before is not None and float(self.buffers[2]) != self.before
+        if changed and layer._buffers["backward_weight"] is self.buffers[2]:
             updates.count_backward(layer)
 
 

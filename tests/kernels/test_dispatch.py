@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from memnorm.kernels import cpu
-
 SHAPE = (4, 3, 5, 6)
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 
@@ -208,14 +206,14 @@ def test_switched_off_or_missing_the_kernels_give_way_to_torch_operations():
     found, names, norms = zip(*(line.split("|") for line in (built, off, missing)), strict=True)
     assert found == ("True", "False", "False")
     assert names == (
-        "C++ kernels for the processor",
+        "C++ kernels for the CPU",
         "torch operations: MEMNORM_KERNELS=off",
         "torch operations: not built",
     )
     torch.testing.assert_close(*[torch.tensor(float(norm)) for norm in norms[:2]], rtol=1e-5, atol=0)
     assert norms[1] == norms[2]
     assert "MemnormWarning" not in quiet_off
-    assert said.count("MemnormWarning: memnorm's kernels for the processor are not there") == 1
+    assert said.count("MemnormWarning: memnorm's CPU kernels are missing") == 1
     assert "set MEMNORM_KERNELS=off to hide this" in said
 
 
@@ -239,16 +237,6 @@ def test_a_forked_worker_of_a_parent_that_used_threads_trains_a_layer():
 
 
 @needs_kernels
-def test_short_of_memory_a_call_raises_and_the_interpreter_lives_on():
-    number, batches = torch.ones(1), torch.zeros(1, dtype=torch.int64)
-    address = number.data_ptr()
-    pooled, slots, rules = [address] * 3, [0] * 4, [0.9, 1.0, False, False, False]
-    with pytest.raises(MemoryError):
-        cpu.module().record(0, 2**58, *pooled, batches.data_ptr(), *slots, *rules, address, address, 4.0)
-    assert (number.item(), batches.item()) == (1, 0)
-
-
-@needs_kernels
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its own memory")
 def test_with_however_little_memory_a_call_on_threads_works_or_raises():
@@ -257,32 +245,20 @@ def test_with_however_little_memory_a_call_on_threads_works_or_raises():
         import torch
         from memnorm.kernels import cpu
         channels, pages = 300_000, resource.getpagesize()
-        x, y = torch.randn(2, channels), torch.empty(2, channels)
-        saved, mean, var = bytearray(4 * (6 * channels + 1)), torch.zeros(channels), torch.ones(channels)
+        x, mean, var = torch.randn(2, channels), torch.zeros(channels), torch.ones(channels)
         def call():
-            cpu.module().forward(0, False, 2, 2, channels, 1, x.data_ptr(), 0, 0, 0, False, y.data_ptr(), 1e-5,
-                                 saved, mean.data_ptr(), var.data_ptr(), 4.0)
-        call()
+            return cpu.module().forward(x, None, None, None, False, 1e-5, 2, mean, var, 4.0)[0]
+        y = call()
         wanted, used = y.clone(), int(open("/proc/self/statm").read().split()[0]) * pages
         worked = []
         for extra in range(100):
             resource.setrlimit(resource.RLIMIT_AS, (used + extra * 2**20, resource.RLIM_INFINITY))
             try:
-                call()
+                y = call()
                 worked.append(True)
-            except MemoryError:
+            except (MemoryError, RuntimeError):  # ours, or torch's for the output
                 worked.append(False)
         assert torch.equal(y, wanted)
         print(worked[0], worked[-1])
     """
     assert run(program)[0] == "False True"
-
-
-@needs_kernels
-def test_wrong_arguments_are_an_error():
-    with pytest.raises(TypeError, match="expected 20 arguments, got 1"):
-        cpu.module().backward(0)
-    with pytest.raises(TypeError):
-        cpu.module().record(*["x"] * 18)
-    with pytest.raises(TypeError, match="bytearray"):
-        cpu.module().backward(*[0] * 20)

@@ -109,7 +109,9 @@ class Cycle:
         found = [entry for key, entry in self.entries[layer, names].items() if key != index]
         if not found:
             return torch.zeros(4).double(), torch.ones(4).double(), torch.tensor(0.0).double()
-        return pool(*map(torch.stack, zip(*found, strict=True)), shift=names is STATE[0])
+        mean, second, weight = map(torch.stack, zip(*found, strict=True))
+        union = pool(mean, second, weight)
+        return union if names is STATE[0] else union._replace(var=pool(second, mean, weight).mean)
 
     def before(self, index):
         for layer in self.layers:

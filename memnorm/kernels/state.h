@@ -1,0 +1,130 @@
+// The buffers of a layer as the kernels use them.
+#pragma once
+
+#include "record.h"
+#include "tensors.h"
+
+#include <new>
+
+namespace {
+
+enum Kind { FLOAT32, FLOAT64, BFLOAT16 };
+enum Buffer { STRENGTH, MEAN, VAR, WEIGHT, BATCHES, SLOT_MEANS, SLOT_VARS, SLOT_COUNTS, BACKWARD_MEAN, BACKWARD_PRODUCT,
+    BACKWARD_WEIGHT, BUFFERS };
+
+// The addresses of a layer's buffers when they were checked. A handle is a tuple: the buffers, their detached aliases,
+// and this object in a capsule. While an alias lives, its storage does; so a buffer that is still at its address is the
+// memory that was checked. Tensors are kept in a tuple, which Python's garbage collector can traverse.
+struct State {
+    static constexpr int ALIASES = BUFFERS, CAPSULE = BUFFERS + 1, HANDLE = BUFFERS + 2;
+    static constexpr const char *NAME = "memnorm.kernels._cpu.State";
+    void *addresses[BUFFERS] = {};
+    int64_t wide = 0, c = 0, slots = 0;
+
+    static PyObject *name(int i) {
+        static const char *words[BUFFERS] = {"strength", "running_mean", "running_var", "running_weight", "num_batches_tracked",
+            "memory_mean", "memory_var", "memory_count", "backward_mean", "backward_product", "backward_weight"};
+        static PyObject *names[BUFFERS];
+        return names[i] ? names[i] : names[i] = PyUnicode_InternFromString(words[i]);
+    }
+
+    // Null with Python's error set if the object is no handle.
+    static const State *of(PyObject *handle) {
+        if (PyTuple_Check(handle) && PyTuple_Size(handle) == HANDLE)
+            return static_cast<const State *>(PyCapsule_GetPointer(PyTuple_GetItem(handle, CAPSULE), NAME));
+        PyErr_SetString(PyExc_TypeError, "expected what check returned");
+        return nullptr;
+    }
+
+    // True if these buffers of the handle are still at their addresses.
+    bool holds(PyObject *handle, int first, int end) const {
+        for (int i = first; i < end; i++)
+            if (addresses[i] && address(PyTuple_GetItem(handle, i)) != addresses[i]) return false;
+        return true;
+    }
+    // True if these are the layer's buffers of forward, still at their addresses.
+    bool holds(PyObject *handle, PyObject *buffers) const {
+        for (int i = 0; i < BACKWARD_MEAN; i++)
+            if (PyDict_GetItem(buffers, name(i)) != PyTuple_GetItem(handle, i)) return false;
+        // A slot buffer that was cut in place keeps its address.
+        return holds(handle, 0, BACKWARD_MEAN) &&
+            (!slots || bytes(PyTuple_GetItem(handle, SLOT_COUNTS)) == slots * (wide ? 8 : 4));
+    }
+
+    // Check the buffers of a layer and fill in their addresses.
+    bool check(PyObject *const *tensors) {
+        wide = has_dtype(tensors[MEAN], torch.dtypes[FLOAT64]);
+        int64_t size = wide ? 8 : 4;
+        c = bytes(tensors[MEAN]) / size, slots = bytes(tensors[SLOT_COUNTS]) / size;
+        int64_t counts[BUFFERS] = {1, c, c, 1, 1, slots * c, slots * c, slots, c, c, 1};
+        bool remembers_backward = tensors[BACKWARD_MEAN] != Py_None;
+        for (int i = 0; i < (remembers_backward ? BUFFERS : BACKWARD_MEAN); i++) {
+            PyObject *dtype = i == STRENGTH ? torch.dtypes[FLOAT64] : i == BATCHES ? torch.int64 : torch.dtypes[wide];
+            if (!is_vector(tensors[i], dtype, counts[i] * (i == STRENGTH || i == BATCHES ? 8 : size))) return false;
+            if (is_true(call(tensors[i], torch.is_inference))) return false;
+            if (counts[i] && !(addresses[i] = address(tensors[i]))) return false;
+        }
+        return c > 0;
+    }
+
+    template <class S> S *at(int i) const { return static_cast<S *>(addresses[i]); }
+    template <class S> Memory<S> memory() const {
+        Memory<S> found;
+        found.running_mean = at<S>(MEAN), found.running_var = at<S>(VAR), found.running_weight = at<S>(WEIGHT);
+        found.batches = at<int64_t>(BATCHES);
+        found.means = at<S>(SLOT_MEANS), found.vars = at<S>(SLOT_VARS), found.counts = at<S>(SLOT_COUNTS);
+        found.slots = slots, found.c = c;
+        return found;
+    }
+    template <class S> BackwardMemory<S> backward_memory(bool reading, bool recording) const {
+        BackwardMemory<S> found;
+        found.mean = at<S>(BACKWARD_MEAN), found.product = at<S>(BACKWARD_PRODUCT), found.weight = at<S>(BACKWARD_WEIGHT);
+        found.strength = reading ? at<double>(STRENGTH) : nullptr;
+        found.recording = recording;
+        return found;
+    }
+
+private:
+    static int64_t bytes(PyObject *tensor) {
+        Ref size = attribute(tensor, torch.nbytes);
+        return size ? PyLong_AsLongLong(size.object) : 0;
+    }
+};
+
+inline void forget(PyObject *capsule) { delete static_cast<State *>(PyCapsule_GetPointer(capsule, State::NAME)); }
+
+// The handle of these buffers; null without an error if the kernels cannot use them, null with one if memory is out.
+inline PyObject *make_handle(PyObject *buffers) {
+    PyObject *tensors[BUFFERS];
+    for (int i = 0; i < BUFFERS; i++) {
+        tensors[i] = PyDict_GetItem(buffers, State::name(i));
+        if (!tensors[i]) tensors[i] = Py_None;
+        if (tensors[i] == Py_None && i < BACKWARD_MEAN) return nullptr;
+    }
+    auto *state = new (std::nothrow) State();
+    if (!state) return PyErr_NoMemory();
+    Ref capsule(PyCapsule_New(state, State::NAME, forget));
+    if (!capsule) return delete state, nullptr;
+    if (!state->check(tensors)) return PyErr_Clear(), nullptr;
+    Ref aliases(PyTuple_New(BUFFERS)), handle(PyTuple_New(State::HANDLE));
+    if (!aliases || !handle) return nullptr;
+    for (int i = 0; i < BUFFERS; i++) {
+        PyObject *alias = tensors[i] == Py_None ? nullptr : call(tensors[i], torch.detach).release();
+        if (!alias && PyErr_Occurred()) return nullptr;
+        if (!alias) Py_INCREF(alias = Py_None);
+        PyTuple_SetItem(aliases.object, i, alias);
+        Py_INCREF(tensors[i]);
+        PyTuple_SetItem(handle.object, i, tensors[i]);
+    }
+    PyTuple_SetItem(handle.object, State::ALIASES, aliases.release());
+    PyTuple_SetItem(handle.object, State::CAPSULE, capsule.release());
+    return handle.release();
+}
+
+// Tell autograd that the buffers [first, end) have changed.
+inline bool mark_written(PyObject *handle, int first, int end) {
+    Ref written(PyTuple_GetSlice(handle, first, end));
+    return written && Ref(PyObject_CallFunctionObjArgs(torch.increment_version, written.object, nullptr));
+}
+
+}  // namespace
