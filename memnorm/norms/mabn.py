@@ -10,14 +10,16 @@ the mean, because centred filters give channels of mean about zero, so that one 
     y = x/√(χ̄² + ε)     z = γ r y + β     r = clip(√((χ̄² + ε)/(χ̂² + ε)), 1/λ, λ), a constant
     ∂L/∂x = (∂L/∂y − y Ψ̄)/√(χ̄² + ε)       ∂L/∂y = γ r ∂L/∂z
 
-r has χ̂² from before the batch, so that where r is not clipped this is z = γ x/√(χ̂² + ε) + β, eval with the statistics
-from before the batch. For the first `warmup` iterations χ̄² and Ψ̄ are the batch's own, for the first `correct_after`
-r is 1. With momentum m the t-th average has a = m/(1 − (1 − m)^t), so that the initial 1 never counts. The weights are
-centred by a parametrization of the convolutions and linear layers before a norm: W − mean(W), the mean over each
-output's own weights.
+r uses χ̂² from before the batch: where r is not clipped, z = γ x/√(χ̂² + ε) + β, as eval would compute it just before.
+For the first `warmup` iterations χ̄² and Ψ̄ are the batch's own, and for the first `correct_after` r is 1. With momentum
+m the t-th update has a = m/(1 − (1 − m)^t), so that the initial 1 never counts.
 
-The window is that of whole batches: the present one, and the newest earlier ones as long as all of them hold at most
-`window` images. Each counts by its images. With batches of B images these are ⌊window/B⌋ batches with equal weights.
+The window consists of whole batches: the present one, and the newest earlier ones as long as all of them together have
+at most `window` images. Each batch weighs as much as it has images. Batches of B images make a window of ⌊window/B⌋
+batches with equal weights; a batch of more than `window` images is normalised by its own statistics.
+
+The weights are centred by a parametrization of the convolutions and linear layers before a norm: W − mean(W), the mean
+over each output's own weights.
 
 What a forward writes depends on `recording` when it runs, what a backward writes (Ψ) on `recording` when that runs:
 so Double-Forward, which is for the former, leaves the latter in place.
@@ -138,7 +140,7 @@ class MovingAverageBatchNorm(WindowedNorm):
     @staticmethod
     def _push(rows: Tensor, counts: Tensor, newest: Tensor, images: int, valid: Tensor) -> None:
         push(rows, newest, valid)
-        push(counts, counts.new_tensor(images), valid)
+        push(counts, counts.new_full((), images), valid)
 
     def training_moments(self, batch: Moments) -> Moments:
         average, ratio, _ = self._averages(batch, self._read())
@@ -153,8 +155,8 @@ class MovingAverageBatchNorm(WindowedNorm):
         state_dict[prefix + "running_mean"] = torch.zeros_like(state_dict[prefix + "running_mean"])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Of a checkpoint from when the window counted batches, the window is left out: it fills again within a few
-        iterations. There the correction began with the end of the warm-up.
+        """A checkpoint from when the window counted batches loads with an empty window, which fills again within a few
+        iterations. The correction began with the end of the warm-up then.
         """
         if state_dict.pop(prefix + "memory_backwards", None) is not None and self.running_mean is not None:
             for name in (*self.ROWS, *self.IMAGES):
@@ -270,7 +272,7 @@ ENTRY: dict[str, Any] = {
     "ICLR 2020",
     "replace": MovingAverageBatchNorm.replacing,
     "records": True,
-    "state": "second moments and gradient statistics of up to 31 batches, a moving average of the former",
+    "state": "second moments and gradient statistics of the batches in its window, a moving average of the former",
     "folds": True,
     "double_forward": "fresher statistics",
     "surgery": centre_weights,
