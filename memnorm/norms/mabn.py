@@ -43,6 +43,12 @@ from memnorm.functional import Moments, constant_moments, count_per_channel, sna
 from memnorm.norms.window import WindowedNorm, check_whole, count_up, push
 
 
+class Averaged(Moments):
+    """Moments of a batch, and χ̄² with it."""
+
+    average: Tensor
+
+
 class MovingAverageBatchNorm(WindowedNorm):
     """Moving average batch norm over (N, C, …).
 
@@ -99,9 +105,9 @@ class MovingAverageBatchNorm(WindowedNorm):
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         self._require_writing_backward()
         self._positions = math.prod(x.shape[2:])
-        batch = constant_moments(x)
-        average, ratio, settled = self._averages(batch, state)
-        y: Tensor = _Normalize.apply(x, self.weight, self.bias, average, ratio, settled, self)
+        batch = Averaged(*constant_moments(x))
+        batch.average, ratio, settled = self._averages(batch, state)
+        y: Tensor = _Normalize.apply(x, self.weight, self.bias, batch.average, ratio, settled, self)
         return y, batch
 
     def _images(self, batch: Moments) -> Any:
@@ -123,10 +129,10 @@ class MovingAverageBatchNorm(WindowedNorm):
         corrects = settled & (steps >= self.correct_after)
         return average, torch.where(corrects, ratio, torch.ones_like(ratio)), settled
 
-    def _record(self, batch: Moments, state: Moments) -> None:
-        square, average = _square(batch), self._averages(batch, state)[0]
+    def _record(self, batch: Any, state: Moments) -> None:
+        square = _square(batch)
         finite = square.isfinite().all()
-        self._write(torch.zeros_like(square), average)
+        self._write(torch.zeros_like(square), batch.average)
         self._push(self.memory_square, self.memory_square_images, square, self._images(batch), finite)
         count_up(self.memory_steps, finite, max(self.warmup, self.correct_after))
 
