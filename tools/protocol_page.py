@@ -71,7 +71,13 @@ After that, when of the fourth study seed 0 of BN, MBN-1 and MBN-2 and the trial
   our own refute is called so.
 - Recalibrating let MBN's old memory take part: at batch size 8 and λ = 0.9 it weighs about 60 images, beside the 250
   of a batch of the recalibration; at 4 half as many, at 2 a quarter. Runs of MBN from there on are recalibrated without
-  it; the evidence says which were before."""
+  it; the evidence says which were before.
+
+On 2026-11-18, when all runs of MABN on this page were done:
+
+- MABN got its authors' options: a window of 32 images, no correction for 1,000 iterations, and the moving average of
+  the windowed moment. The runs of this page were made before, with a window of 16 batches and the correction from
+  iteration 101 on. They are not repeated. An arm of the new form states its window, which makes it another run."""
 
 
 def page(studies: Iterable[Study]) -> str:

@@ -4,16 +4,22 @@ Batch norm's gradient has batch statistics of its own, and in small batches they
 the mean, because centred filters give channels of mean about zero, so that one statistic remains in each direction:
 
     χ² = mean(x²)                      Ψ = mean(y·∂L/∂y)                        of one batch, per channel
-    χ̄², Ψ̄                              their average over the last `window` iterations
-    χ̂² = (1 − a) χ̂² + a χ²             the moving average of the former: `running_var`
+    χ̄², Ψ̄                              their average over the last `window` images
+    χ̂² ← (1 − a) χ̂² + a χ̄²             the moving average of the former: `running_var`
 
     y = x/√(χ̄² + ε)     z = γ r y + β     r = clip(√((χ̄² + ε)/(χ̂² + ε)), 1/λ, λ), a constant
     ∂L/∂x = (∂L/∂y − y Ψ̄)/√(χ̄² + ε)       ∂L/∂y = γ r ∂L/∂z
 
-Where r is not clipped this is z = γ x/√(χ̂² + ε) + β, which eval computes too. All averages include the present batch,
-and with momentum m the t-th has a = m/(1 − (1 − m)^t), so that the initial 1 never counts. For the first `warmup`
-iterations χ̄ and Ψ̄ are the batch's own and r is 1. The weights are centred by a parametrization
-of the convolutions and linear layers before a norm: W − mean(W), the mean over each output's own weights.
+r uses χ̂² from before the batch: where r is not clipped, z = γ x/√(χ̂² + ε) + β, as eval would compute it just before.
+For the first `warmup` iterations χ̄² and Ψ̄ are the batch's own, and for the first `correct_after` r is 1. With momentum
+m the t-th update has a = m/(1 − (1 − m)^t), so that the initial 1 never counts.
+
+The window consists of whole batches: the present one, and the newest earlier ones as long as all of them together have
+at most `window` images. Each batch weighs as much as it has images. Batches of B images make a window of ⌊window/B⌋
+batches with equal weights; a batch of more than `window` images is normalised by its own statistics.
+
+The weights are centred by a parametrization of the convolutions and linear layers before a norm: W − mean(W), the mean
+over each output's own weights.
 
 What a forward writes depends on `recording` when it runs, what a backward writes (Ψ) on `recording` when that runs:
 so Double-Forward, which is for the former, leaves the latter in place.
@@ -21,6 +27,7 @@ so Double-Forward, which is for the former, leaves the latter in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -33,51 +40,63 @@ from torch.nn.utils import parametrize
 from memnorm.centering import centred, feeding, groups_of, outputs_of
 from memnorm.errors import OptionError, is_number
 from memnorm.functional import Moments, constant_moments, count_per_channel, snapshot
-from memnorm.norms.base import blend
 from memnorm.norms.window import WindowedNorm, check_whole, count_up, push
+
+
+class Averaged(Moments):
+    """Moments of a batch, and χ̄² with it."""
+
+    average: Tensor
 
 
 class MovingAverageBatchNorm(WindowedNorm):
     """Moving average batch norm over (N, C, …).
 
     Args:
-        window: iterations in the averages χ̄ and Ψ̄, the present one included.
+        window: images in the averages χ̄² and Ψ̄, those of the present batch included.
         max_ratio: λ, the limit of the correction r.
         warmup: iterations that are normalised by their own statistics.
+        correct_after: iterations before the correction r is used; never within the warm-up.
     """
 
-    OPTIONS: ClassVar[dict[str, Any]] = {"window": 16, "max_ratio": 5.0, "warmup": 100}
+    OPTIONS: ClassVar[dict[str, Any]] = {"window": 32, "max_ratio": 5.0, "warmup": 100, "correct_after": 1000}
     MOMENTUM: ClassVar[float] = 0.02
-    MEMORY: ClassVar[tuple[str, ...]] = ("memory_square", "memory_product", "memory_steps", "memory_backwards")
+    ROWS: ClassVar[tuple[str, ...]] = ("memory_square", "memory_product")
+    IMAGES: ClassVar[tuple[str, ...]] = ("memory_square_images", "memory_product_images")
+    MEMORY: ClassVar[tuple[str, ...]] = (*ROWS, *IMAGES, "memory_steps")
 
     window: int
     max_ratio: float
     warmup: int
-    memory_square: Tensor  # χ² of the batches before this one
+    correct_after: int
+    memory_square: Tensor  # χ² of the batches before this one, the newest first
+    memory_square_images: Tensor  # how many images each of them had; 0: none yet
     memory_product: Tensor  # Ψ of the backwards before this one
+    memory_product_images: Tensor
     memory_steps: Tensor
-    memory_backwards: Tensor
+    _positions: int  # values of a channel in one image, as in the last batch
 
     def _install(self, **options: Any) -> None:
         super()._install(**options)
         if self.momentum == 0:
             raise OptionError("mabn: momentum, the weight of the new batch, must be positive, or None; got 0")
-        self.window, self.warmup = check_whole("window", self.window, 1), check_whole("warmup", self.warmup, 0)
+        self.window = check_whole("window", self.window, 1)
+        self.warmup, self.correct_after = (check_whole(name, options[name], 0) for name in ("warmup", "correct_after"))
         if not is_number(self.max_ratio) or self.max_ratio < 1:
             raise OptionError(f"max_ratio must be a number, at least 1; got {self.max_ratio!r}")
         if self.running_mean is not None:
             self.running_mean = torch.zeros_like(self.running_mean)  # not in place: the layer replaced may live on
-        self._remember("memory_square", self.window - 1, self.num_features)
-        self._remember("memory_product", self.window - 1, self.num_features)
+        for name in self.ROWS:
+            self._remember(name, self.window - 1, self.num_features)  # batches of one image fill them
+        for name in self.IMAGES:
+            self._remember(name, self.window - 1, dtype=torch.long)
         self._remember("memory_steps", dtype=torch.long)
-        self._remember("memory_backwards", dtype=torch.long)
+        self._positions = 1
 
     def _read(self) -> Moments:
-        """The sum of the remembered χ², the moving average of it; the iterations since the start of the memory, and of
-        the moving average.
-        """
-        counts = torch.stack([self.memory_steps, self.num_batches_tracked])
-        return Moments(self.memory_square.sum(0), snapshot(self.running_var), counts)
+        """The remembered χ², their moving average; the images of each, and the iterations since the start."""
+        counts = torch.cat([self.memory_square_images, self.memory_steps[None]])
+        return Moments(snapshot(self.memory_square), snapshot(self.running_var), snapshot(counts))
 
     def _share(self, batches: Tensor) -> Tensor | float:
         share = super()._share(batches)
@@ -85,45 +104,52 @@ class MovingAverageBatchNorm(WindowedNorm):
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         self._require_writing_backward()
-        batch = constant_moments(x)
-        square = _square(batch)
-        average, ratio, settled = self._averages(square, state)
-        y: Tensor = _Normalize.apply(x, self.weight, self.bias, average, ratio, settled, self)
+        self._positions = math.prod(x.shape[2:])
+        batch = Averaged(*constant_moments(x))
+        batch.average, ratio, settled = self._averages(batch, state)
+        y: Tensor = _Normalize.apply(x, self.weight, self.bias, batch.average, ratio, settled, self)
         return y, batch
 
-    def _averages(self, square: Tensor, state: Moments) -> tuple[Tensor, Tensor, Tensor]:
-        """χ̄², r, and whether the warm-up is over. With `momentum=None` torch's tools collect statistics over batches
-        that are each normalised on their own, and so do we.
+    def _images(self, batch: Moments) -> Any:
+        return batch.weight // self._positions
+
+    def _averages(self, batch: Moments, state: Moments) -> tuple[Tensor, Tensor, Tensor]:
+        """χ̄², r, and whether χ̄² is that of the window. With `momentum=None` torch's tools collect statistics over
+        batches that are each normalised on their own, and so do we.
         """
-        steps, batches = torch.as_tensor(state.weight).unbind()
+        square, counts = _square(batch), torch.as_tensor(state.weight)
+        steps = counts[-1]
         settled = steps >= self.warmup
         if self.momentum is None:
             return square, torch.ones_like(square), torch.zeros_like(settled)
-        filled = steps.clamp(max=self.window - 1)
-        average = torch.where(settled, (square + state.mean.to(square.dtype)) / (1 + filled), square)
-        moving = blend(state.var, square, self._share(batches))
-        ratio = torch.sqrt((average + self.eps) / (moving + self.eps)).clamp(1 / self.max_ratio, self.max_ratio)
-        return average, torch.where(settled, ratio, torch.ones_like(ratio)), settled
+        windowed = window_mean(square, self._images(batch), state.mean, counts[:-1], self.window)
+        average = torch.where(settled, windowed, square)
+        ratio = torch.sqrt((average + self.eps) / (state.var.to(square.dtype) + self.eps))
+        ratio = ratio.clamp(1 / self.max_ratio, self.max_ratio)
+        corrects = settled & (steps >= self.correct_after)
+        return average, torch.where(corrects, ratio, torch.ones_like(ratio)), settled
 
-    def _record(self, batch: Moments, state: Moments) -> None:
+    def _record(self, batch: Any, state: Moments) -> None:
         square = _square(batch)
         finite = square.isfinite().all()
-        self._write(torch.zeros_like(square), square)
-        push(self.memory_square, square, finite)
-        count_up(self.memory_steps, finite, max(self.window - 1, self.warmup))
+        self._write(torch.zeros_like(square), batch.average)
+        self._push(self.memory_square, self.memory_square_images, square, self._images(batch), finite)
+        count_up(self.memory_steps, finite, max(self.warmup, self.correct_after))
 
-    def _average_product(self, product: Tensor, settled: Tensor, memory: Tensor, backwards: Tensor) -> Tensor:
+    def _average_product(self, product: Tensor, images: int, settled: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
         """Ψ̄ for the backward of a batch, which is recorded in the buffers that its forward had."""
-        total = product + memory.sum(0).to(product.dtype)
-        average = torch.where(settled, total / (1 + backwards), product)
+        average = torch.where(settled, window_mean(product, images, rows, counts, self.window), product)
         if self.recording:
-            finite = product.isfinite().all()
-            push(memory, product, finite)
-            count_up(backwards, finite, self.window - 1)
+            self._push(rows, counts, product, images, product.isfinite().all())
         return average
 
+    @staticmethod
+    def _push(rows: Tensor, counts: Tensor, newest: Tensor, images: int, valid: Tensor) -> None:
+        push(rows, newest, valid)
+        push(counts, counts.new_full((), images), valid)
+
     def training_moments(self, batch: Moments) -> Moments:
-        average, ratio, _ = self._averages(_square(batch), self._read())
+        average, ratio, _ = self._averages(batch, self._read())
         return Moments(torch.zeros_like(average), (average + self.eps) / ratio.square() - self.eps, batch.weight)
 
     def running_from(self, moments: Moments) -> Moments:
@@ -133,6 +159,24 @@ class MovingAverageBatchNorm(WindowedNorm):
     def _from_plain(self, state_dict: Any, prefix: str) -> None:
         super()._from_plain(state_dict, prefix)
         state_dict[prefix + "running_mean"] = torch.zeros_like(state_dict[prefix + "running_mean"])
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """A checkpoint from when the window counted batches loads with an empty window, which fills again within a few
+        iterations. The correction began with the end of the warm-up then.
+        """
+        if state_dict.pop(prefix + "memory_backwards", None) is not None and self.running_mean is not None:
+            for name in (*self.ROWS, *self.IMAGES):
+                state_dict[prefix + name] = torch.zeros_like(self.get_buffer(name))
+            steps = state_dict[prefix + "memory_steps"]
+            state_dict[prefix + "memory_steps"] = torch.where(steps < self.warmup, steps, self.correct_after)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def window_mean(newest: Tensor, images: int, rows_KC: Tensor, images_K: Tensor, window: int) -> Tensor:
+    """The mean, by images, of `newest` and of the first rows that hold at most `window` images with it."""
+    share_K = images_K * (images_K.cumsum(0) <= window - images)
+    total = (share_K[:, None] * rows_KC).sum(0) + images * newest
+    return (total / (share_K.sum() + images)).to(newest.dtype)
 
 
 def _square(batch: Moments) -> Tensor:
@@ -146,7 +190,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx, x, weight, bias, average, ratio, settled, layer):
         ctx.save_for_backward(x, weight, average, ratio, settled)
         ctx.layer, ctx.bias_dtype = layer, None if bias is None else bias.dtype
-        ctx.memory = layer.memory_product, layer.memory_backwards
+        ctx.memory = layer.memory_product, layer.memory_product_images
         scale = ratio if weight is None else ratio * weight.to(ratio.dtype)
         shift = None if bias is None else bias.to(ratio.dtype)
         return F.batch_norm(x, torch.zeros_like(average), average, scale, shift, False, 0.0, layer.eps)
@@ -160,7 +204,8 @@ class _Normalize(torch.autograd.Function):
         through, grad_scale, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad, x, scale, torch.zeros_like(average), average, None, None, False, layer.eps, [True, True, True]
         )
-        product = layer._average_product(scale * grad_scale / count_per_channel(x), settled, *ctx.memory)
+        product = scale * grad_scale / count_per_channel(x)
+        product = layer._average_product(product, x.shape[0], settled, *ctx.memory)
         pull = (product / (average + layer.eps)).view(1, -1, *[1] * (x.dim() - 2))
         grad_x = (through - x * pull).to(x.dtype)
         grad_weight = None if weight is None else (ratio * grad_scale).to(weight.dtype)
@@ -233,7 +278,7 @@ ENTRY: dict[str, Any] = {
     "ICLR 2020",
     "replace": MovingAverageBatchNorm.replacing,
     "records": True,
-    "state": "second moments and gradient statistics of the last m batches, a moving average of the former",
+    "state": "second moments and gradient statistics of the batches in its window, a moving average of the former",
     "folds": True,
     "double_forward": "fresher statistics",
     "surgery": centre_weights,

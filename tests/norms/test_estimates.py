@@ -17,7 +17,7 @@ STATISTICAL = [name for name in EACH if norms.get(name).records]
 # What training normalises with is more than the moments of the batch tell: ghost batches, the number of images, the
 # weights of the layer in front, the order of the samples.
 UNTOLD = ["cbn", "ghost", "momentum_bn", "online"]
-OPTIONS = {"brn": {"total_steps": 10, "momentum": 0.2}, "mabn": {"warmup": 0, "window": 3}}
+OPTIONS = {"brn": {"total_steps": 10, "momentum": 0.2}, "mabn": {"warmup": 0, "correct_after": 2, "window": 15}}
 
 
 def trained(name, **options):

@@ -62,7 +62,7 @@ def kept_variance(name, x):
 @each_norm
 def test_warm_up_counters_stop_growing(name):
     """Besides those of batches and updates."""
-    options = {"mabn": {"window": 3, "warmup": 4}, "cbn": {"window": 3, "burn_in": 4}}.get(name, {})
+    options = {"mabn": {"window": 3, "warmup": 2, "correct_after": 4}, "cbn": {"window": 3, "burn_in": 4}}.get(name, {})
     net = memnorm.convert(chain(), name, **options)
     for _ in range(8):
         step(net, 4)

@@ -29,62 +29,137 @@ def column(vector, x):
 
 
 class Reference:
-    """The method with every earlier χ² and Ψ kept, in the order of the paper's equations."""
+    """The method with every earlier χ² and Ψ kept, in the order of the authors' equations."""
 
-    def __init__(self, *, window, max_ratio, warmup, momentum):
-        self.window, self.max_ratio, self.warmup, self.momentum = window, max_ratio, warmup, momentum
-        self.squares, self.products = [], []
+    def __init__(self, *, window=32, max_ratio=5.0, warmup=100, correct_after=1000, momentum=0.02):
+        self.window, self.max_ratio, self.momentum = window, max_ratio, momentum
+        self.warmup, self.correct_after = warmup, max(warmup, correct_after)
+        self.sizes, self.squares, self.products = [], [], []
+        self.moving, self.weight = torch.ones(3, dtype=torch.float64), 0.0
 
-    def moving_average(self):
-        weights = [self.momentum * (1 - self.momentum) ** age for age in range(len(self.squares))]
-        newest_first = reversed(self.squares)
-        return sum(w * square for w, square in zip(weights, newest_first, strict=True)) / sum(weights)
+    def average(self, history):
+        """Over the newest batches that hold at most `window` images together; the newest in any case."""
+        images, total = 0, 0.0
+        for size, value in zip(reversed(self.sizes), reversed(history), strict=True):
+            if images and images + size > self.window:
+                break
+            images, total = images + size, total + size * value
+        return total / images
+
+    def move(self, average):
+        """The moving average is a sum of decaying weights divided by the sum of the weights."""
+        decayed = (1 - self.momentum) * self.weight
+        self.moving = (decayed * self.moving + self.momentum * average) / (decayed + self.momentum)
+        self.weight = decayed + self.momentum
 
     def step(self, x, gamma, beta, grad):
         dims = [0, *range(2, x.dim())]
-        settled = len(self.squares) >= self.warmup
+        before = len(self.sizes)
+        self.sizes.append(len(x))
         self.squares.append(x.square().mean(dims))
-        average = sum(self.squares[-self.window :]) / len(self.squares[-self.window :])
-        chi2 = average if settled else self.squares[-1]
-        ratio = ((chi2 + EPS) / (self.moving_average() + EPS)).sqrt().clamp(1 / self.max_ratio, self.max_ratio)
-        ratio = ratio if settled else torch.ones_like(ratio)
+        chi2 = self.average(self.squares) if before >= self.warmup else self.squares[-1]
+        ratio = torch.ones_like(chi2)
+        if before >= self.correct_after:
+            ratio = ((chi2 + EPS) / (self.moving + EPS)).sqrt().clamp(1 / self.max_ratio, self.max_ratio)
+        self.move(chi2)
         y = x / column((chi2 + EPS).sqrt(), x)
         z = column(gamma * ratio, x) * y + column(beta, x)
         grad_y = grad * column(gamma * ratio, x)
         self.products.append((grad_y * y).mean(dims))
-        recent = self.products[-self.window :]
-        psi = sum(recent) / len(recent) if settled else self.products[-1]
+        psi = self.average(self.products) if before >= self.warmup else self.products[-1]
         grad_x = (grad_y - y * column(psi, x)) / column((chi2 + EPS).sqrt(), x)
         return z, grad_x, (grad * column(ratio, x) * y).sum(dims), grad.sum(dims)
+
+
+def assert_step_is_the_references(layer, reference, shape, step):
+    x, grad = leaf(shape, seed=step), randn(*shape, seed=5000 + step)
+    x.data.mul_(1 + 0.5 * (step % 4))
+    y = layer(x)
+    ours = [y, *torch.autograd.grad(y, [x, layer.weight, layer.bias], grad)]
+    theirs = reference.step(x.detach(), layer.weight.detach(), layer.bias.detach(), grad)
+    torch.testing.assert_close(ours, list(theirs), rtol=0, atol=1e-11)
+    torch.testing.assert_close(layer.running_var, reference.moving, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"window": 4, "warmup": 3, "momentum": 0.3},
-        {"window": 1, "warmup": 0, "momentum": 0.1},
-        {"window": 6, "warmup": 0, "momentum": 0.02, "max_ratio": 1.1},
+        {"window": 12, "warmup": 3, "correct_after": 9, "momentum": 0.3},
+        {"window": 1, "warmup": 0, "correct_after": 0, "momentum": 0.1},
+        {"window": 18, "warmup": 0, "correct_after": 1, "momentum": 0.02, "max_ratio": 1.1},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("rest", [(), (5,), (4, 3), (2, 3, 2)], ids=str)
-def test_a_trajectory_is_the_papers(rest, options):
-    layer = layer_of(**options)
-    reference = Reference(**{"max_ratio": 5.0, **options})
+def test_a_trajectory_is_the_references(rest, options):
+    layer, reference = layer_of(**options), Reference(**options)
     for step in range(25):
-        shape = (1 + (5 * step) % 7, 3, *rest)
-        x, grad = leaf(shape, seed=step), randn(*shape, seed=1000 + step)
-        x.data.mul_(1 + 0.5 * (step % 4))
-        y = layer(x)
-        ours = [y, *torch.autograd.grad(y, [x, layer.weight, layer.bias], grad)]
-        theirs = reference.step(x.detach(), layer.weight.detach(), layer.bias.detach(), grad)
-        torch.testing.assert_close(ours, list(theirs), rtol=0, atol=1e-11)
-        torch.testing.assert_close(layer.running_var, reference.moving_average(), rtol=0, atol=1e-11)
-        for rows, history in ((layer.memory_square, reference.squares), (layer.memory_product, reference.products)):
-            newest_first = history[::-1][: layer.window - 1]
-            expected = [*newest_first, *[torch.zeros(3)] * (layer.window - 1 - len(newest_first))]
-            torch.testing.assert_close(list(rows), [row.double() for row in expected], rtol=0, atol=1e-11)
+        assert_step_is_the_references(layer, reference, (1 + (5 * step) % 7, 3, *rest), step)
+        remembered = min(step + 1, layer.window - 1)
+        for rows, sizes, history in (
+            (layer.memory_square, layer.memory_square_images, reference.squares),
+            (layer.memory_product, layer.memory_product_images, reference.products),
+        ):
+            torch.testing.assert_close(list(rows[:remembered]), history[::-1][:remembered], rtol=0, atol=1e-11)
+            assert sizes[:remembered].tolist() == reference.sizes[::-1][:remembered]
+            assert not rows[remembered:].any()
+            assert not sizes[remembered:].any()
     assert layer.running_mean.eq(0).all()
+
+
+def test_the_default_is_the_reference_past_both_warm_ups():
+    layer, reference = layer_of(), Reference()
+    for step in range(1010):
+        assert_step_is_the_references(layer, reference, (2, 3), step)
+
+
+def rising(step, size):
+    """A batch whose χ² is `step`."""
+    return torch.full((size, 3, 2), step**0.5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("size", "batches"), [(1, 32), (2, 16), (8, 4), (5, 6), (16, 2), (17, 1), (32, 1), (40, 1)])
+def test_the_window_is_32_images(size, batches):
+    layer = MovingAverageBatchNorm(3, eps=0.0, dtype=torch.float64, warmup=0)
+    for step in range(1, 41):
+        average = step - (min(step, batches) - 1) / 2
+        expected = rising(step, size) / average**0.5
+        torch.testing.assert_close(layer(rising(step, size)), expected, rtol=0, atol=1e-12)
+
+
+def test_uneven_batches_count_by_their_images():
+    layer = MovingAverageBatchNorm(3, eps=0.0, dtype=torch.float64, warmup=0)
+    for step, size in enumerate((8, 8, 8, 8), start=1):
+        layer(rising(step, size))
+    average = (1 * 5 + 8 * (4 + 3 + 2)) / 25  # with the first batch there would be 33 images
+    torch.testing.assert_close(layer(rising(5, 1)), rising(5, 1) / average**0.5, rtol=0, atol=1e-12)
+    average = (16 * 6 + 1 * 5 + 8 * 4) / 25
+    torch.testing.assert_close(layer(rising(6, 16)), rising(6, 16) / average**0.5, rtol=0, atol=1e-12)
+
+
+def test_the_window_begins_after_100_iterations_and_the_correction_after_1000():
+    layer = MovingAverageBatchNorm(3, eps=0.0, dtype=torch.float64)
+    for step in range(1, 1011):
+        x, moving = rising(step, 2), layer.running_var.clone().view(1, 3, 1)
+        y = layer(x)
+        square = step if step <= 100 else step - 7.5 if step <= 1000 else moving
+        torch.testing.assert_close(y, x / square**0.5, rtol=0, atol=1e-12)
+
+
+def test_the_correction_does_not_begin_within_the_warm_up():
+    layer = MovingAverageBatchNorm(3, eps=0.0, dtype=torch.float64, warmup=5, correct_after=2)
+    for step in range(1, 6):
+        torch.testing.assert_close(layer(rising(step, 2)), torch.ones(2, 3, 2).double(), rtol=0, atol=1e-12)
+
+
+def test_the_moving_average_is_that_of_the_windowed_moment():
+    layer = MovingAverageBatchNorm(3, dtype=torch.float64, window=4, warmup=0, momentum=0.25)
+    for step in (1, 2, 3):
+        layer(rising(step, 2))
+    windowed = (1.0, 1.5, 2.5)
+    weights = (0.75**2, 0.75, 1.0)
+    expected = sum(w * value for w, value in zip(weights, windowed, strict=True)) / sum(weights)
+    torch.testing.assert_close(layer.running_var, torch.full((3,), expected, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
 def centred_batch(shape, seed):
@@ -100,7 +175,7 @@ def run(module, x, probe):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_on_channels_of_mean_zero_one_iteration_is_batch_norm_up_to_the_mean_of_the_gradient(shape):
-    ours = layer_of(window=1, warmup=0, momentum=1.0)
+    ours = layer_of(window=1, max_ratio=1.0, momentum=1.0)
     torchs = LAYERS[len(shape)][1](3, dtype=torch.float64)
     torchs.load_state_dict({name: ours.state_dict()[name] for name in torchs.state_dict()})
     dims = [0, *range(2, len(shape))]
@@ -115,23 +190,24 @@ def test_on_channels_of_mean_zero_one_iteration_is_batch_norm_up_to_the_mean_of_
 
 
 def test_on_the_full_batch_again_and_again_the_averages_change_nothing():
-    default, single = layer_of(warmup=2), layer_of(window=1, warmup=0, momentum=1.0)
+    default, single = layer_of(warmup=2, correct_after=3), layer_of(window=1, max_ratio=1.0)
     x, probe = centred_batch((6, 3, 4), seed=0), randn(6, 3, 4, seed=1)
     for _ in range(20):
         mine, theirs = run(default, x, probe), run(single, x, probe)
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
 
 
-def test_where_the_correction_is_not_clipped_training_computes_what_eval_will():
-    layer = layer_of(window=3, warmup=0)
-    for seed in range(6):
+def test_where_the_correction_is_not_clipped_training_computes_what_eval_would():
+    layer = layer_of(window=12, warmup=0, correct_after=1)
+    layer(leaf((4, 3, 2), seed=0))
+    for seed in range(1, 6):
         x = leaf((4, 3, 2), seed=seed)
-        y = layer.train()(x)
-        torch.testing.assert_close(y, layer.eval()(x), rtol=0, atol=1e-11)
+        in_eval = layer.eval()(x)
+        torch.testing.assert_close(layer.train()(x), in_eval, rtol=0, atol=1e-11)
 
 
 def test_the_correction_stays_within_its_limits():
-    layer = layer_of(window=1, warmup=0, max_ratio=2.0)
+    layer = layer_of(window=1, warmup=0, correct_after=0, max_ratio=2.0)
     for seed in range(5):
         layer(leaf((4, 3, 2), seed=seed))
     x = 1000 * leaf((4, 3, 2), seed=9).detach()
@@ -141,14 +217,16 @@ def test_the_correction_stays_within_its_limits():
 
 
 @pytest.mark.parametrize(("steps", "rows", "counter"), [(0, 0, 0), (1, 1, 1), (4, 3, 4), (6, 3, 6), (30, 3, 6)])
-def test_counters_stop_when_there_is_nothing_left_to_count(steps, rows, counter):
-    layer = layer_of(window=4, warmup=6)
+@pytest.mark.parametrize("limits", [{"warmup": 6, "correct_after": 2}, {"warmup": 2, "correct_after": 6}], ids=str)
+def test_counters_stop_when_there_is_nothing_left_to_count(limits, steps, rows, counter):
+    layer = layer_of(window=4, **limits)
     for seed in range(steps):
         layer(leaf((4, 3), seed=seed)).sum().backward()
     assert int(layer.memory_steps) == counter
-    assert int(layer.memory_backwards) == min(steps, 3)
     assert int(layer.num_batches_tracked) == steps
-    assert int((layer.memory_square != 0).all(1).sum()) == rows
+    for name in ("memory_square", "memory_product"):
+        assert int((layer.get_buffer(name) != 0).all(1).sum()) == rows
+        assert layer.get_buffer(f"{name}_images").tolist() == [4] * rows + [0] * (3 - rows)
 
 
 def test_a_new_layer_has_mean_zero_and_second_moment_one_and_its_first_batch_replaces_them():
@@ -165,7 +243,7 @@ def test_in_place_of_a_trained_batch_norm_it_begins_with_its_variance_and_a_warm
     for seed in range(500):
         plain(leaf((4, 3), seed=seed % 7))
     mean, var = plain.running_mean.clone(), plain.running_var.clone()
-    layer = MovingAverageBatchNorm.replacing(plain, window=3, warmup=2)
+    layer = MovingAverageBatchNorm.replacing(plain, window=12, warmup=2)
     assert layer.running_mean.eq(0).all()
     torch.testing.assert_close([plain.running_mean, layer.running_var], [mean, var], rtol=0, atol=0)
     x = leaf((4, 3), seed=9).detach()
@@ -175,7 +253,7 @@ def test_in_place_of_a_trained_batch_norm_it_begins_with_its_variance_and_a_warm
 
 
 def test_eval_writes_nothing():
-    layer = layer_of(window=3, warmup=1)
+    layer = layer_of(window=12, warmup=1, correct_after=2)
     for seed in range(4):
         layer(leaf((4, 3), seed=seed)).sum().backward()
     before = state(layer.eval())
@@ -184,7 +262,7 @@ def test_eval_writes_nothing():
 
 
 def test_without_recording_neither_direction_is_recorded_and_outside_only_the_backward_is():
-    layer = layer_of(window=3, warmup=1)
+    layer = layer_of(window=12, warmup=1, correct_after=2)
     for seed in range(4):
         layer(leaf((4, 3), seed=seed)).sum().backward()
     before = state(layer)
@@ -193,11 +271,11 @@ def test_without_recording_neither_direction_is_recorded_and_outside_only_the_ba
         assert not changed(layer, before)
         y = layer(leaf((4, 3), seed=8))
     y.sum().backward()
-    assert changed(layer, before) == {"memory_product"}
+    assert changed(layer, before) == {"memory_product", "memory_product_images"}
 
 
 def test_double_forward_records_every_statistic_once_a_step():
-    net = converted(small_net(dtype=torch.float64), ENTRY, window=3, warmup=1)
+    net = converted(small_net(dtype=torch.float64), ENTRY, window=12, warmup=1, correct_after=2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with memnorm.double_forward(net, optimizer):
         for step in range(5):
@@ -205,11 +283,11 @@ def test_double_forward_records_every_statistic_once_a_step():
             nn.functional.cross_entropy(net(images(4, seed=step, dtype=torch.float64)), labels(4, seed=step)).backward()
             optimizer.step()
             assert int(net[1].num_batches_tracked) == step + 1
-            assert int(net[1].memory_backwards) == min(step + 1, 2)
+            assert int(net[1].memory_product_images.count_nonzero()) == min(step + 1, 11)
 
 
 def test_buffers_are_written_in_place():
-    layer = layer_of(window=3, warmup=1)
+    layer = layer_of(window=12, warmup=1, correct_after=2)
     pointers = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
     for seed in range(5):
         layer(leaf((4, 3), seed=seed)).sum().backward()
@@ -218,7 +296,7 @@ def test_buffers_are_written_in_place():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_forward_has_the_same_gradients_and_state(reentrant):
-    plain = layer_of(window=3, warmup=1)
+    plain = layer_of(window=12, warmup=1, correct_after=2)
     other = deepcopy(plain)
     for seed in range(5):
         x, probe = leaf((4, 3, 2), seed=seed), randn(4, 3, 2, seed=70 + seed)
@@ -230,10 +308,10 @@ def test_a_checkpointed_forward_has_the_same_gradients_and_state(reentrant):
 
 
 def test_copies_and_checkpoints_go_on_alike():
-    layer = layer_of(window=3, warmup=1)
+    layer = layer_of(window=12, warmup=1, correct_after=2)
     for seed in range(4):
         layer(leaf((4, 3), seed=seed)).sum().backward()
-    loaded = MovingAverageBatchNorm(3, dtype=torch.float64, window=3, warmup=1)
+    loaded = MovingAverageBatchNorm(3, dtype=torch.float64, window=12, warmup=1, correct_after=2)
     loaded.load_state_dict(layer.state_dict())
     copies = [deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded]
     for seed in range(4, 7):
@@ -248,8 +326,37 @@ def test_copies_and_checkpoints_go_on_alike():
         assert_states_equal(state(copy), state(layer))
 
 
+@pytest.mark.parametrize(("steps", "resumed"), [(40, 40), (100, 1000)])
+def test_a_checkpoint_whose_window_counted_batches_loads_without_its_window(steps, resumed):
+    layer = layer_of()
+    layer(leaf((4, 3), seed=0)).sum().backward()
+    old = {name: value for name, value in layer.state_dict().items() if not name.startswith("memory")}
+    old |= {name: torch.ones(15, 3, dtype=torch.float64) for name in ("memory_square", "memory_product")}
+    old |= {"memory_steps": torch.tensor(steps), "memory_backwards": torch.tensor(15)}
+    loaded = layer_of()
+    loaded(leaf((4, 3), seed=1)).sum().backward()
+    loaded.load_state_dict(old)
+    assert int(loaded.memory_steps) == resumed
+    assert not any(loaded.get_buffer(name).any() for name in loaded.MEMORY if name != "memory_steps")
+    torch.testing.assert_close(loaded.running_var, layer.running_var, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about itself
+def test_compiled_with_batches_and_images_of_any_size_it_trains_as_eagerly():
+    eager = layer_of(window=12, warmup=1, correct_after=2)
+    other = deepcopy(eager)
+    compiled = torch.compile(other, backend="aot_eager", dynamic=True, fullgraph=True)
+    for seed, shape in enumerate([(4, 3, 5), (2, 3, 5), (7, 3, 4), (13, 3, 6), (3, 3, 6)]):
+        x = leaf(shape, seed=seed)
+        point = x.detach().clone().requires_grad_()
+        eager(x).square().sum().backward()
+        compiled(point).square().sum().backward()
+        torch.testing.assert_close(point.grad, x.grad, rtol=0, atol=1e-12)
+        assert_states_equal(state(other), state(eager), atol=1e-12)
+
+
 def test_a_batch_or_gradient_that_is_not_finite_is_not_recorded():
-    layer = layer_of(window=3, warmup=0)
+    layer = layer_of(window=12, warmup=0, correct_after=1)
     layer(leaf((4, 3), seed=0)).sum().backward()
     before = state(layer)
     bad = leaf((4, 3), seed=1).detach()
@@ -263,7 +370,7 @@ def test_a_batch_or_gradient_that_is_not_finite_is_not_recorded():
 
 
 def test_the_batch_size_is_free_down_to_one_value_per_channel():
-    layer = layer_of(window=3, warmup=0)
+    layer = layer_of(window=12, warmup=0, correct_after=1)
     for size in (4, 1, 7, 1, 2):
         x = leaf((size, 3), seed=size)
         layer(x).sum().backward()
@@ -271,7 +378,7 @@ def test_the_batch_size_is_free_down_to_one_value_per_channel():
 
 
 def test_momentum_none_averages_all_batches_each_normalised_on_its_own():
-    layer = layer_of(window=3, warmup=0)
+    layer = layer_of(window=12, warmup=0, correct_after=1)
     layer.momentum = None
     layer.reset_running_stats()
     batches = [leaf((4, 3), seed=seed).detach() for seed in range(5)]
@@ -289,7 +396,7 @@ def test_the_statistics_of_a_population_are_its_second_moment():
 
 
 def test_resetting_forgets_everything():
-    layer = layer_of(window=3, warmup=1)
+    layer = layer_of(window=12, warmup=1, correct_after=2)
     fresh = state(layer)
     for seed in range(4):
         layer(leaf((4, 3), seed=seed)).sum().backward()
@@ -298,7 +405,7 @@ def test_resetting_forgets_everything():
 
 
 def test_autocast_and_channels_last_agree_with_plain():
-    layer = MovingAverageBatchNorm(3, window=3, warmup=0)
+    layer = MovingAverageBatchNorm(3, window=12, warmup=0, correct_after=1)
     other, narrow = deepcopy(layer), deepcopy(layer)
     for seed in range(4):
         x = leaf((4, 3, 4, 4), seed=seed, dtype=torch.float32)
@@ -320,7 +427,7 @@ def test_autocast_and_channels_last_agree_with_plain():
 
 
 def test_half_precision_leaves_what_is_remembered_wide():
-    layer = MovingAverageBatchNorm(3, window=3).half()
+    layer = MovingAverageBatchNorm(3, window=12).half()
     y = layer(leaf((4, 3, 5), seed=0, dtype=torch.float16))
     y.sum().backward()
     assert y.dtype == torch.float16
@@ -334,9 +441,10 @@ def test_half_precision_leaves_what_is_remembered_wide():
         ({"window": 0}, "window must be a whole number, at least 1; got 0"),
         ({"window": 2.5}, "window must be a whole number"),
         ({"warmup": -1}, "warmup must be a whole number, at least 0"),
+        ({"correct_after": 0.5}, "correct_after must be a whole number, at least 0"),
         ({"max_ratio": 0.5}, "max_ratio must be a number, at least 1; got 0.5"),
         ({"momentum": 0}, "momentum, the weight of the new batch, must be positive"),
-        ({"batch_size": 4}, "unknown option batch_size; its options are window, max_ratio, warmup"),
+        ({"batch_size": 4}, "unknown option batch_size; its options are window, max_ratio, warmup, correct_after"),
     ],
 )
 def test_wrong_options_are_refused_in_words(options, message):
@@ -351,6 +459,6 @@ def test_an_empty_batch_is_refused():
 
 @pytest.mark.parametrize("size", [2, 16])
 def test_the_loss_falls(size):
-    net = converted(small_net(), ENTRY, window=4, warmup=5)
+    net = converted(small_net(), ENTRY, window=4 * size, warmup=5, correct_after=10)
     first, last = losses(net, size)
     assert last < first

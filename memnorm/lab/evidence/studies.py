@@ -32,7 +32,7 @@ def small_batch_arms(base: RunSpec) -> tuple[Arm, ...]:
         arm(base, "mbn", "double", seeds=5),
         arm(base, "brn", "double", seeds=3),
         arm(base, "group", seeds=3),
-        arm(base, "mabn", seeds=3),
+        arm(base, "mabn", seeds=3),  # run with a window of 16 batches; a new arm of MABN has to state its window
     )
 
 
