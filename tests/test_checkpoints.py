@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from states import (
+from helpers.common import assert_same_state, images, labels, randomize, small_net
+from helpers.states import (
     DECAY,
     MEMORY,
     NAMES,
@@ -22,7 +23,6 @@ from states import (
     snapshot,
     trained,
 )
-from support import assert_same_state, images, labels, randomize, small_net
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -5,8 +5,8 @@ from operator import attrgetter
 
 import pytest
 import torch
-from converting import VARIANTS, assert_bitwise, evaluated, memorized, seasoned, train_step, trained
-from support import LAYERS, SHAPES, assert_same_output_and_gradients, assert_same_state, images, leaf, small_net
+from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, assert_same_state, images, leaf, small_net
+from helpers.conversion import VARIANTS, assert_bitwise, evaluated, memorized, seasoned, train_step, trained
 from torch import nn
 
 import memnorm

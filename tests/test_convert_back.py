@@ -5,8 +5,8 @@ import io
 
 import pytest
 import torch
-from converting import VARIANTS, FrozenBatchNorm2d, assert_bitwise, evaluated, seasoned, train_step, trained
-from support import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
+from helpers.common import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
+from helpers.conversion import VARIANTS, FrozenBatchNorm2d, assert_bitwise, evaluated, seasoned, train_step, trained
 from torch import nn
 
 import memnorm

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from converting import BatchNormAct2d, FrozenBatchNorm2d, assert_bitwise, evaluated, seasoned
-from support import LAYERS, SHAPES, assert_same_output_and_gradients, assert_same_state, images, leaf
+from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, assert_same_state, images, leaf
+from helpers.conversion import BatchNormAct2d, FrozenBatchNorm2d, assert_bitwise, evaluated, seasoned
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize

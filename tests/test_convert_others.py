@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from converting import BatchNormAct2d, assert_bitwise, evaluated, memorized, seasoned, trained
-from support import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
+from helpers.common import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
+from helpers.conversion import BatchNormAct2d, assert_bitwise, evaluated, memorized, seasoned, trained
 from torch import nn
 from torch.nn import functional as F
 

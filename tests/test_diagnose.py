@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from estimating import (
+from helpers.common import images, randn
+from helpers.estimation import (
     DATA,
     NORMS,
     Keyword,
@@ -20,7 +21,6 @@ from estimating import (
     moments,
     not_finite,
 )
-from support import images, randn
 from torch import nn
 
 import memnorm

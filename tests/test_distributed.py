@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from remembering import batch, sgd, train_step
-from support import randn, small_net
+from helpers.common import randn, small_net
+from helpers.double_forward import batch, sgd, train_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from reportkit import fabricate
-from support import images, labels, small_net
+from helpers.common import images, labels, small_net
+from helpers.reports import fabricate
 from torch import nn
 
 import memnorm

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from remembering import accumulate, assert_remembers, batch, sgd, train_step, transparent_net
-from support import assert_same_state, images, labels, randn, small_net
+from helpers.common import assert_same_state, images, labels, randn, small_net
+from helpers.double_forward import accumulate, assert_remembers, batch, sgd, train_step, transparent_net
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from remembering import assert_remembers, batch, transparent_net
-from support import images, small_net
+from helpers.common import images, small_net
+from helpers.double_forward import assert_remembers, batch, transparent_net
 from torch import nn
 
 import memnorm

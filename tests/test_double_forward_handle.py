@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from remembering import accumulate, assert_remembers, batch, sgd, train_step, transparent_net
-from support import images, labels, small_net
+from helpers.common import images, labels, small_net
+from helpers.double_forward import accumulate, assert_remembers, batch, sgd, train_step, transparent_net
 from torch import nn
 from torch.nn import functional as F
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from remembering import accumulate, assert_remembers, batch, sgd, train_step, transparent_net
+from helpers.double_forward import accumulate, assert_remembers, batch, sgd, train_step, transparent_net
 from torch import Tensor, nn
 from torch.optim import swa_utils
 

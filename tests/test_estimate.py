@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from estimating import (
+from helpers.common import assert_same_state, images, randn, small_net
+from helpers.estimation import (
     DATA,
     NORMS,
     TARGET,
@@ -20,7 +21,6 @@ from estimating import (
     not_finite,
     statistics,
 )
-from support import assert_same_state, images, randn, small_net
 from torch import nn
 
 import memnorm

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from estimating import (
+from helpers.common import assert_same_state, images, randn, small_net
+from helpers.estimation import (
     DATA,
     NORMS,
     TARGET,
@@ -19,7 +20,6 @@ from estimating import (
     moments,
     statistics,
 )
-from support import assert_same_state, images, randn, small_net
 from torch import nn
 
 import memnorm

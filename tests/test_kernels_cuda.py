@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import LAYERS, SHAPES, leaf, randn, randomize
+from helpers.common import LAYERS, SHAPES, leaf, randn, randomize
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 import torch
-from optional import library
-from support import assert_same_state, images, labels, small_net
+from helpers.common import assert_same_state, images, labels, small_net
+from helpers.optional import library
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from support import images, labels, leaf, randn, small_net
+from helpers.common import images, labels, leaf, randn, small_net
 from torch import nn
 
 import memnorm

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from states import (
+from helpers.common import assert_same_state
+from helpers.states import (
     MEMORY,
     NAMES,
     STRENGTH,
@@ -25,7 +26,6 @@ from states import (
     steps,
     trained,
 )
-from support import assert_same_state
 from torch import nn
 
 import memnorm

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from support import images, labels, small_net
+from helpers.common import images, labels, small_net
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 

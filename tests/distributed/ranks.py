@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rankkit import (
+from helpers.common import leaf, randn, small_net
+from helpers.ranks import (
     collectives_of,
     even_part,
     loss,
@@ -21,7 +22,6 @@ from rankkit import (
     two_way_net,
     wrapped,
 )
-from support import leaf, randn, small_net
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 import yaml
-from labkit import result_of
-from reportkit import fabricate
+from helpers.lab import result_of
+from helpers.reports import fabricate
 
 from memnorm.kernels import cpu
 from memnorm.lab.cli import COMMANDS

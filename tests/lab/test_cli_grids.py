@@ -5,8 +5,8 @@ import re
 
 import pytest
 import yaml
-from labkit import result_of
-from support import processor_seconds
+from helpers.common import processor_seconds
+from helpers.lab import result_of
 
 from memnorm import norms
 from memnorm.lab import checkpoint

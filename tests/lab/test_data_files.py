@@ -14,7 +14,7 @@ import time
 import tracemalloc
 
 import pytest
-from datakit import PAGE, impatient, md5, noise, registered, serving, small_cifar10, tar, write
+from helpers.data import PAGE, impatient, md5, noise, registered, serving, small_cifar10, tar, write
 
 from memnorm.lab import data
 from memnorm.lab.data import files, registry, transfer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from labkit import PLAIN, tiny
+from helpers.lab import PLAIN, tiny
 
 from memnorm.lab.errors import UsageError
 from memnorm.lab.literal import Literal

@@ -15,7 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from reportkit import comparison, every_run, fabricate
+from helpers.reports import comparison, every_run, fabricate
 
 from memnorm.lab import report, tables
 from memnorm.lab.report import tables_csv

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from batch_free import convert
-from support import images
+from helpers.batch_free import convert
+from helpers.common import images
 from torch import nn
 
 from memnorm.errors import MemnormWarning

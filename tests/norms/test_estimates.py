@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from normkit import EACH, chain, step
-from support import images, randn
+from helpers.common import images, randn
+from helpers.norms import EACH, chain, step
 from torch import nn
 
 import memnorm

@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 import torch
-from batch_free import convert
-from support import images, labels, randn, small_net
+from helpers.batch_free import convert
+from helpers.common import images, labels, randn, small_net
 from torch import nn
 from torch.nn import functional as F
 

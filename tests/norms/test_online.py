@@ -5,11 +5,11 @@ from copy import deepcopy
 
 import pytest
 import torch
-from support import images, labels, leaf, randn, randomize, small_net
+from helpers.common import images, labels, leaf, randn, randomize, small_net
+from helpers.window import assert_states_equal, changed, converted, losses, state
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from windowkit import assert_states_equal, changed, converted, losses, state
 
 import memnorm
 from memnorm.errors import InputError, OptionError

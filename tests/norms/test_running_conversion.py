@@ -5,9 +5,9 @@ import io
 
 import pytest
 import torch
-from converting import VARIANTS, BatchNormAct2d, assert_bitwise, evaluated, seasoned, train_step
-from runningkit import ENTRIES, NAMES, OPTIONS, built, each_norm, net_with, replace
-from support import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
+from helpers.common import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
+from helpers.conversion import VARIANTS, BatchNormAct2d, assert_bitwise, evaluated, seasoned, train_step
+from helpers.running_norms import ENTRIES, NAMES, OPTIONS, built, each_norm, net_with, replace
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

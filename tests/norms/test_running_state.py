@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
-from converting import assert_bitwise, evaluated, seasoned
-from runningkit import NAMES, OPTIONS, built, drifting, each_norm, gradients, warmed
-from support import assert_same_state, leaf
+from helpers.common import assert_same_state, leaf
+from helpers.conversion import assert_bitwise, evaluated, seasoned
+from helpers.running_norms import NAMES, OPTIONS, built, drifting, each_norm, gradients, warmed
 from torch import nn
 
 import memnorm

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from converting import assert_bitwise
-from runningkit import ENTRIES, NAMES, OPTIONS, built, drifting, each_norm, net_with
-from support import images, leaf, randomize, small_net
+from helpers.common import images, leaf, randomize, small_net
+from helpers.conversion import assert_bitwise
+from helpers.running_norms import ENTRIES, NAMES, OPTIONS, built, drifting, each_norm, net_with
 from torch import nn
 
 import memnorm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support import randn
+from helpers.common import randn
 from torch import Tensor, nn
 
 import memnorm

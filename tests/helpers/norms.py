@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import images, labels
+from helpers.common import images, labels
 from torch import nn
 
 from memnorm import norms

@@ -1,7 +1,7 @@
 """What the tests of cross-iteration batch norm share: layers that feed a norm, and steps that move their weights."""
 
 import torch
-from support import randn, randomize
+from helpers.common import randn, randomize
 from torch import nn
 
 from memnorm.norms.cbn import CrossIterationBatchNorm, take_note, watch_sources

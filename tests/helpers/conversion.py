@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from support import images, labels, leaf
+from helpers.common import images, labels, leaf
 from torch import nn
 from torch.nn import functional as F
 
