@@ -10,6 +10,8 @@ import numbers
 import sys
 import warnings
 
+from torch import nn
+
 
 class MemnormError(RuntimeError):
     """Base of every error raised by memnorm."""
@@ -52,8 +54,6 @@ def warn(message: str) -> None:
 
 
 def check_module(model: object, caller: str) -> None:
-    from torch import nn  # the lab's reports use these errors without torch
-
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}: make an instance of it" if isinstance(model, type) else type(model).__name__
         raise DTypeError(f"{caller}: expected a torch.nn.Module, got {got}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,3 +41,35 @@ def has_skipped(optimizer: Optimizer) -> bool:
     """Whether the step that is now over moved nothing: a `GradScaler` leaves it to fused optimizers to skip."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
+
+
+def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Put `new[module]` wherever `module` is registered, shared places included."""
+    for parent in [*model.modules(), *new.values()]:
+        for name, child in parent._modules.items():
+            if child in new:
+                parent._modules[name] = new[child]
+        _replace_in_containers(parent, new)
+    for replacement in new.values():
+        hooks: Iterable[Any] = replacement._load_state_dict_pre_hooks.values()
+        for hook in hooks:
+            if getattr(hook, "with_module", False):
+                hook.module = weakref.ref(replacement)  # torch refers to the layer that goes
+    return new.get(model, model)
+
+
+def _replace_in_containers(parent: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
+    """Lists, tuples and dictionaries that a module keeps its layers in besides registering them."""
+
+    def fresh(value: Any) -> Any:
+        return new.get(value, value) if isinstance(value, nn.Module) else value
+
+    for name, value in vars(parent).items():
+        if name.startswith("_"):
+            continue
+        if type(value) is list:
+            value[:] = map(fresh, value)
+        elif type(value) is dict:
+            value.update({key: fresh(one) for key, one in value.items()})
+        elif type(value) is tuple and any(isinstance(one, nn.Module) for one in value):
+            parent.__dict__[name] = tuple(map(fresh, value))

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 import memnorm
 from memnorm import MemnormWarning
-from memnorm.convert import why_not
+from memnorm._convert import why_not
 from memnorm.errors import NothingToConvert
 from memnorm.layers import MemorizedBatchNorm
 

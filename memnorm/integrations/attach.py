@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from memnorm.double_forward import DoubleForward
-from memnorm.double_forward import double_forward as send_twice
+from memnorm._double_forward import DoubleForward
+from memnorm._double_forward import double_forward as send_twice
 from memnorm.modules import has_skipped
 from memnorm.schedule import StrengthSchedule
 

@@ -6,8 +6,6 @@ replacement takes over the layer's parameters, statistics, mode, device and hook
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,11 +13,26 @@ from typing import Any, Literal
 from torch import nn
 
 from memnorm.errors import OptionError
-
-BUILT_IN = (
-    *("two_way", "mbn", "bn", "brn", "lagged_bn", "moving_bn", "momentum_bn", "ghost", "mabn", "cbn", "online"),
-    *("group", "layer", "instance", "frn", "evonorm_s0", "weight_norm", "normprop"),
-)  # a module of that name each, loaded when it is asked for
+from memnorm.norms import (
+    bn,
+    brn,
+    cbn,
+    evonorm_s0,
+    frn,
+    ghost,
+    group,
+    instance,
+    lagged_bn,
+    layer,
+    mabn,
+    mbn,
+    momentum_bn,
+    moving_bn,
+    normprop,
+    online,
+    two_way,
+    weight_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -59,12 +72,16 @@ class Norm:
     scales_with_run: bool = False
 
 
-_REGISTRY: dict[str, Norm] = {}
+_MODULES = (
+    *(two_way, mbn, bn, brn, lagged_bn, moving_bn, momentum_bn, ghost, mabn, cbn, online),
+    *(group, layer, instance, frn, evonorm_s0, weight_norm, normprop),
+)
+_REGISTRY = {module.ENTRY["name"]: Norm(**module.ENTRY) for module in _MODULES}
 
 
 def register(norm: Norm) -> Norm:
     """Add a norm of your own: from now on it goes by its name wherever a built-in one does."""
-    if norm.name in available():
+    if norm.name in _REGISTRY:
         raise OptionError(f"norms.register: there is a norm {norm.name!r} already; choose another name")
     _REGISTRY[norm.name] = norm
     return norm
@@ -72,24 +89,11 @@ def register(norm: Norm) -> Norm:
 
 def get(name: str) -> Norm:
     """The entry of a norm: its paper, what it needs, and the function that puts it in place of a batch norm."""
-    if name not in available():
-        raise OptionError(f"unknown norm {name!r}; available: {', '.join(available())}")
     if name not in _REGISTRY:
-        _REGISTRY[name] = Norm(**importlib.import_module(f"{__name__}.{name}").ENTRY)
+        raise OptionError(f"unknown norm {name!r}; available: {', '.join(available())}")
     return _REGISTRY[name]
 
 
 def available() -> list[str]:
     """The names that `memnorm.convert` takes."""
-    return sorted({*BUILT_IN, *_REGISTRY})
-
-
-def in_use() -> list[Norm]:
-    """The norms whose modules are loaded: no model can contain another."""
-    return [get(name) for name in available() if name in _REGISTRY or f"{__name__}.{name}" in sys.modules]
-
-
-def __getattr__(name: str) -> Any:
-    if name in BUILT_IN:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return sorted(_REGISTRY)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from torch import nn
 
 from memnorm.errors import warn
+from memnorm.modules import replace_modules
 from memnorm.norms.wiring import Unseen, Wiring, every
 
 Kinds = tuple[type[nn.Module], ...]
@@ -24,8 +25,6 @@ def absorb(model: nn.Module, norms: Collection[nn.Module], kinds: Kinds) -> set[
 
     What the trace of the model does not reach is judged by its place in an `nn.Sequential`.
     """
-    from memnorm.convert import replace_modules  # which imports the norms
-
     if model in norms:
         return set(norms)  # nothing is known of what follows a layer by itself
     try:

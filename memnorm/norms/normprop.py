@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.errors import OptionError, is_number
+from memnorm.modules import replace_modules
 from memnorm.norms.base import as_leaf, has_activation, takes_over
 from memnorm.norms.batch_free import BatchFreeNorm, fresh_layers
 from memnorm.norms.wiring import Unseen, Wiring
@@ -250,8 +251,6 @@ def _modules(wiring: Wiring, nodes: set[Any]) -> set[nn.Module]:
 
 def surgery(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Filters of unit length before the norms, exact moments behind ReLU and pooling."""
-    from memnorm.convert import replace_modules  # which imports the norms
-
     what = plan(model, fresh_layers(model, NormProp))
     new: dict[nn.Module, nn.Module] = {}
     for feeder in what.feeders:

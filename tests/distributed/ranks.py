@@ -221,7 +221,7 @@ def handed_out() -> dict[str, Tensor]:
 def others() -> dict[str, dict[str, Tensor]]:
     """The weights that each of the recording norms ends with, its memory that of DDP's defaults."""
     found = {}
-    for name in norms.BUILT_IN:
+    for name in norms.available():
         if norms.get(name).records:
             model = wrapped(memnorm.convert(small_net(), name))
             optimizer = sgd(model)

@@ -261,15 +261,6 @@ def test_loading_and_verifying_open_no_connection(tmp_path, monkeypatch):
         data.load("cifar100", tmp_path)
 
 
-def test_listing_getting_and_verifying_do_without_torch():
-    code = (
-        "import sys; from memnorm.lab import data; data.available()['cifar10'].present(data.default_root());"
-        "data.verify('cifar10', data.default_root()); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
-    environment = os.environ | {"MEMNORM_DATA": "/nonexistent"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
 def test_the_root_is_the_environments_then_the_caches(monkeypatch, tmp_path):
     monkeypatch.setenv("MEMNORM_DATA", str(tmp_path))
     assert data.default_root() == tmp_path

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import memnorm
 from memnorm import norms
 
-NAMES = [name for name in norms.BUILT_IN if norms.get(name).records]
+NAMES = [name for name in norms.available() if norms.get(name).records]
 each_norm = pytest.mark.parametrize("name", NAMES)
 IN_BACKWARD = ["mabn", "online", "two_way"]  # these record there, too
 

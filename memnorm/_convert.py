@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from memnorm import centering, norms
+from memnorm._double_forward import detach
 from memnorm.distributed import keep_local, stop_exchange, unkeep_local
-from memnorm.double_forward import detach
 from memnorm.errors import NothingToConvert, OptionError, WrappedModelError, check_module, warn
 from memnorm.layers import MemorizedBatchNorm, Recording
+from memnorm.modules import replace_modules
 from memnorm.norms.base import RunningNorm, behind, has_activation, restored
 from memnorm.norms.mbn import plain
 from memnorm.stripped import unwatch_saving, watch_saving
@@ -117,7 +117,7 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
 
 def _settle(model: nn.Module) -> None:
     """Undo what an earlier conversion did to the model besides replacing its norms."""
-    for norm in norms.in_use():
+    for norm in map(norms.get, norms.available()):
         if norm.settle is not None:
             norm.settle(model)
 
@@ -129,38 +129,6 @@ def _original(layer: Any, norm: Any) -> Any:
     if isinstance(layer, MemorizedBatchNorm):
         return layer if layer.norm == norm else plain(layer)
     return restored(layer) if isinstance(layer, RunningNorm) else layer
-
-
-def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Put `new[module]` wherever `module` is registered, shared places included."""
-    for parent in [*model.modules(), *new.values()]:
-        for name, child in parent._modules.items():
-            if child in new:
-                parent._modules[name] = new[child]
-        _replace_in_containers(parent, new)
-    for replacement in new.values():
-        hooks: Iterable[Any] = replacement._load_state_dict_pre_hooks.values()
-        for hook in hooks:
-            if getattr(hook, "with_module", False):
-                hook.module = weakref.ref(replacement)  # torch refers to the layer that goes
-    return new.get(model, model)
-
-
-def _replace_in_containers(parent: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
-    """Lists, tuples and dictionaries that a module keeps its layers in besides registering them."""
-
-    def fresh(value: Any) -> Any:
-        return new.get(value, value) if isinstance(value, nn.Module) else value
-
-    for name, value in vars(parent).items():
-        if name.startswith("_"):
-            continue
-        if type(value) is list:
-            value[:] = map(fresh, value)
-        elif type(value) is dict:
-            value.update({key: fresh(one) for key, one in value.items()})
-        elif type(value) is tuple and any(isinstance(one, nn.Module) for one in value):
-            parent.__dict__[name] = tuple(map(fresh, value))
 
 
 def why_not(layer: nn.Module) -> str | None:
