@@ -204,7 +204,7 @@ def _nothing_to_convert(model: nn.Module, skipped: dict[str, str]) -> str:
     if skipped:
         return f"convert: {name} has no batch norm that can be replaced; left alone: {_listing(skipped)}"
     kinds = sorted({type(module).__name__ for module in model.modules() if "Norm" in type(module).__name__})
-    found = f"its norms are {', '.join(kinds)}" if kinds else "it has no norm at all"
+    found = f"its norms are {', '.join(kinds)}" if kinds else "it has no norm"
     return f"convert: {name} has no batch norm; {found}. memnorm replaces torch.nn.BatchNorm1d/2d/3d and SyncBatchNorm."
 
 

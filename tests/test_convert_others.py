@@ -190,7 +190,7 @@ def test_one_dimensional_data_is_refused_in_words_after_a_sync_batch_norm():
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (nn.Sequential(nn.Linear(2, 2)), "Sequential has no batch norm; it has no norm at all"),
+        (nn.Sequential(nn.Linear(2, 2)), "Sequential has no batch norm; it has no norm"),
         (nn.Sequential(nn.GroupNorm(1, 2)), "has no batch norm; its norms are GroupNorm"),
         (nn.Sequential(nn.LayerNorm(2), nn.GroupNorm(1, 2)), "its norms are GroupNorm, LayerNorm"),
         (nn.Sequential(nn.InstanceNorm2d(2, track_running_stats=True)), "its norms are InstanceNorm2d"),

@@ -40,6 +40,14 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
+def attached(*before: nn.Module, **options: Any) -> tuple[Any, torch.optim.SGD]:
+    """A `transparent_net` and its optimizer, with Double-Forward."""
+    model = transparent_net(*before)
+    optimizer = sgd(model)
+    memnorm.double_forward(model, optimizer, **options)
+    return model, optimizer
+
+
 def accumulate(model: nn.Module, x: Tensor) -> None:
     """Forward and backward."""
     model(x).square().mean().backward()
