@@ -27,7 +27,7 @@ BOUND = 64
 
 
 def inside_backward() -> bool:
-    """Return True if autograd recomputes this forward. A replay by an optimizer that steps inside backward is not one."""
+    """Return True if autograd recomputes this forward. A replay after a step inside backward is not a recomputation."""
     return torch._C._current_graph_task_id() != -1 and not not_recomputed.depth
 
 

@@ -85,7 +85,7 @@ def recorded_by(layers: Sequence[Recording], chosen: Iterable[Recording]) -> Ite
 
 
 def switch(layers: Iterable[Recording], on: bool) -> None:
-    """Set `recording` of the layers without `nn.Module.__setattr__`, which takes longer than a small layer's forward."""
+    """Set `recording` without `nn.Module.__setattr__`, which takes longer than the forward of a small layer."""
     for layer in layers:
         layer.__dict__["recording"] = on
 

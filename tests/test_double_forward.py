@@ -249,6 +249,16 @@ def test_an_attack_between_accumulated_batches_is_not_recorded():
     assert_remembers(model, batch(3), batch(1))
 
 
+def test_a_batch_whose_graph_is_used_again_after_backward_is_recorded():
+    model, optimizer = attached()
+    x = batch(1).requires_grad_()
+    loss = model(x).mean()
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, x)
+    optimizer.step()
+    assert_remembers(model, batch(1))
+
+
 def test_a_forward_through_frozen_parameters_is_not_recorded():
     """The generator's phase of a GAN that freezes its discriminator."""
     model, optimizer = attached()

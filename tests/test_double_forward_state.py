@@ -278,8 +278,7 @@ def test_after_an_error_in_the_second_forward_the_next_step_is_normal():
 def test_after_an_error_in_the_second_forward_the_next_step_counts_as_an_update_of_two_way_layers(error):
     model = memnorm.convert(nn.Sequential(Failing(call=2, error=error), nn.BatchNorm1d(3), nn.Linear(3, 1)), "two_way")
     optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
-    with pytest.raises(error):
+    with memnorm.double_forward(model, optimizer), pytest.raises(error):
         train_step(model, optimizer, batch(1))
     assert model[1].num_updates == 1
     train_step(model, optimizer, batch(2))
