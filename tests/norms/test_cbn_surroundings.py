@@ -281,6 +281,6 @@ def test_half_precision_leaves_what_is_remembered_wide():
         ({"rho": 1}, "unknown option rho; its options are window, burn_in, total_steps"),
     ],
 )
-def test_wrong_options_are_refused_in_words(options, message):
+def test_wrong_options_are_errors(options, message):
     with pytest.raises(OptionError, match=message):
         CrossIterationBatchNorm(3, **options)

@@ -335,7 +335,7 @@ def test_half_precision_leaves_what_is_remembered_wide():
         ({"alpha_fwd": 0.9}, "unknown option alpha_fwd; its options are backward_decay, compensation, clamp"),
     ],
 )
-def test_wrong_options_are_refused_in_words(options, message):
+def test_wrong_options_are_errors(options, message):
     with pytest.raises(OptionError, match=message):
         OnlineNorm(3, **options)
 
