@@ -559,21 +559,3 @@ def test_fraction_takes_at_least_two_images():
     shapes = count_forwards(model)
     classify(model, optimizer, seed=1)
     assert [shape[0] for shape in shapes] == [4, 2]
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one():
-    model = classifier()
-    optimizer = momentum_sgd(model)
-    handle = memnorm.double_forward(model, optimizer, every=2, fraction=0.5)
-    for seed in range(3):
-        classify(model, optimizer, seed)
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), handle.state_dict()])
-    resumed = classifier()
-    resumed_sgd = momentum_sgd(resumed)
-    resumed_handle = memnorm.double_forward(resumed, resumed_sgd, every=2, fraction=0.5)
-    for target, state in zip((resumed, resumed_sgd, resumed_handle), saved, strict=True):
-        target.load_state_dict(state)
-    for seed in range(3, 7):
-        classify(model, optimizer, seed)
-        classify(resumed, resumed_sgd, seed)
-        assert_same_state(model, resumed)

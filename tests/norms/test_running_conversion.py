@@ -157,5 +157,5 @@ def test_a_layer_that_replaced_none_becomes_the_batch_norm_for_its_data(name, sh
 
 
 def test_a_model_of_plain_norms_has_nothing_to_bring_back():
-    with pytest.raises(memnorm.errors.NothingToConvert, match="it is a plain model already"):
+    with pytest.raises(memnorm.errors.NothingToConvert, match="has no memorized layer"):
         memnorm.to_batchnorm(small_net())
