@@ -296,7 +296,7 @@ def test_a_norm_that_is_neither_name_nor_function_is_an_error(norm):
 
 
 def test_a_name_is_registered_once():
-    with pytest.raises(OptionError, match="there is a norm 'mbn' already"):
+    with pytest.raises(OptionError, match="there is already a norm 'mbn'"):
         norms.register(norms.get("mbn"))
 
 
