@@ -1,7 +1,10 @@
-"""What Double-Forward keeps between forward and step: copied inputs, and hooks that copies of a model do not get."""
+"""What Double-Forward keeps between a forward and the optimizer step: copies of the inputs, and hooks that copies of
+the model do not inherit.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,48 +14,61 @@ from torch.utils._pytree import tree_map
 
 from memnorm.errors import OptionError
 from memnorm.layers import Recording
-from memnorm.replay import Census, Surroundings
+from memnorm.replay import ForwardContext, ModuleLists
+
+
+class Status(enum.IntEnum):
+    """How far a batch has come on its way from the training forward to the optimizer step. It never goes back."""
+
+    UNOBSERVED = 0  # no hook on the output: a backward would not be noticed
+    OBSERVED = 1  # the output has a hook
+    REACHED = 2  # a backward has reached the output
+    DIFFERENTIABLE = 3  # with create_graph: a later backward may go through the gradient, as in a gradient penalty
+    ACCUMULATED = 4  # its gradient is in the parameters
+    STEPPED = 5  # an optimizer has stepped with it
 
 
 class Batch:
-    """The inputs of one training forward, copied: the model or the loop may overwrite them before the step."""
+    """Copied inputs of one training forward; the model or the loop may overwrite the originals before the step."""
 
     def __init__(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         layers: list[Recording],
-        census: Census,
-        surroundings: Surroundings,
+        modules: ModuleLists,
+        context: ForwardContext,
     ) -> None:
-        if not kwargs and all(type(one) is Tensor for one in args):  # as it is almost always
+        if not kwargs and all(type(one) is Tensor for one in args):  # the common case, without tree_map
             self.args, self.kwargs = tuple(_copy(one) for one in args), {}
         else:
             self.args, self.kwargs = tree_map(_copy, (args, kwargs))
-        self.layers = layers  # those that would have recorded
-        self.census = census  # of the model's modules
-        self.surroundings = surroundings
-        self.observed = False  # whether a backward through the output would be noticed
-        self.reached = False  # whether one was
-        self.differentiated = False  # whether its gradient can be differentiated again, as in a gradient penalty
-        self.accumulated = False  # whether its gradient is in the parameters
-        self.used = False  # whether an optimizer has stepped with it
+        self.layers = layers  # the layers that would have recorded
+        self.modules = modules
+        self.context = context
+        self.status = Status.UNOBSERVED
+
+    def advance(self, status: Status) -> None:
+        """Set the status, unless the batch is further already."""
+        self.status = max(self.status, status)
 
     def part(self, fraction: float, generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A random part of the inputs along the batch dimension."""
         size = self._batch_size()
-        kept = max(min(2, size), round(fraction * size))  # two, for a variance
+        kept = max(min(2, size), round(fraction * size))  # a variance needs two
         chosen = torch.randperm(size, generator=generator)[:kept].sort().values
 
         def take(leaf: Any) -> Any:
-            shares = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
-            return leaf[chosen.to(leaf.device)] if shares else leaf
+            is_batched = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+            return leaf[chosen.to(leaf.device)] if is_batched else leaf
 
         args, kwargs = tree_map(take, (self.args, self.kwargs))
         return args, kwargs
 
     def _batch_size(self) -> int:
-        """Of the first tensor that is an argument, or an entry of a dictionary that is one. A list may be anything."""
+        """The batch size of the first tensor among the arguments and the values of dictionaries among them. Lists are
+        not searched.
+        """
         arguments = [*self.args, *self.kwargs.values()]
         flat = [value for one in arguments for value in (one.values() if isinstance(one, Mapping) else [one])]
         sizes = [value.shape[0] for value in flat if isinstance(value, Tensor) and value.dim() > 0]
@@ -65,15 +81,15 @@ class Batch:
 
 
 class Backward:
-    """A backward pass: the batches whose outputs it has reached, and the gradients there were before it, if any."""
+    """One backward pass: the batches whose outputs it has reached, and the gradients that existed before it."""
 
     def __init__(self, gradients: list[Tensor | None]) -> None:
         self.batches: list[Batch] = []
         self._gradients = gradients
         self._versions = [None if gradient is None else gradient._version for gradient in gradients]
 
-    def changed(self, gradients: Iterable[Tensor | None]) -> bool:
-        """Whether any of the parameters has another gradient now."""
+    def has_changed(self, gradients: Iterable[Tensor | None]) -> bool:
+        """Return True if any of these gradients is new or was written to since."""
         triples = zip(gradients, self._gradients, self._versions, strict=False)
         return any(
             now is not before or (now is not None and now._version != version) for now, before, version in triples
@@ -85,8 +101,8 @@ def _copy(leaf: Any) -> Any:
 
 
 class Hook:
-    """A module hook that calls a method of a handle. A copy or pickle of the module gets `inert` in its place: no
-    handle, no optimizer, no batches.
+    """A module hook that calls a method of a handle. Copies and pickles of the module get `inert` instead, so that they
+    hold no handle, optimizer or batch.
     """
 
     def __init__(self, handle: Any, method: str) -> None:
@@ -111,7 +127,7 @@ def _get_inert() -> Any:
 
 
 def drop_inert_hooks(model: nn.Module) -> None:
-    """Remove what copying a model with Double-Forward has left behind."""
+    """Remove the inert hooks that a copy of a model with Double-Forward has."""
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         for key in [key for key, hook in hooks.items() if hook is inert]:
             del hooks[key]

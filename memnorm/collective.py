@@ -1,12 +1,12 @@
-"""Normalisation by the batch of all processes together.
+"""Normalization by the joint batch of all ranks.
 
-Each process knows the moments of its own part. One gather of 2C + 1 numbers (mean, variance, count) makes them those of
-the joint batch, by the same union as everywhere; an empty part has count 0 and takes part. With n the joint count, the
-gradient is that of one process with the joint batch:
+Each rank computes the moments of its own part. One gather of 2C + 1 numbers (mean, variance, count) gives the moments
+of the joint batch; an empty part has count 0. With the joint count n, the gradient is that of one process with the
+joint batch:
 
-    dx = γ/√(σ̂² + ε) · (g − (Σg + x̂·Σg·x̂)/(n + λW))        Σ over all processes: one reduction of 2C numbers
+    dx = γ/√(σ̂² + ε) · (g − (Σg + x̂·Σg·x̂)/(n + λW))        Σ over all ranks: one reduction of 2C numbers
 
-Weight and bias get their own process's part of the sum: averaging gradients is the business of whoever trains.
+The gradients of weight and bias are those of the own part, because DDP averages gradients.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from memnorm.functional import (
 )
 
 
-class Some:
-    """`sync=group`, kept by a layer: a copy of the layer has the same group; a pickle goes to a program that does not
-    know it, and there means all processes.
+class KeptGroup:
+    """The process group of a layer with `sync=group`. Copies of the layer have the same group. A pickle has
+    `sync=True`, because another program does not have the group.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Some:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> KeptGroup:
         return self
 
     def __reduce__(self) -> Any:
@@ -48,25 +48,25 @@ class Some:
         return "<process group>"
 
 
-def check_sync(sync: Any) -> bool | Some:
-    """What a layer keeps of its option `sync`."""
-    if isinstance(sync, (bool, Some)):
+def check_sync(sync: Any) -> bool | KeptGroup:
+    """Check the option `sync` of a layer, and wrap a process group."""
+    if isinstance(sync, (bool, KeptGroup)):
         return sync
     if dist.is_available() and (isinstance(sync, dist.ProcessGroup) or sync is dist.GroupMember.NON_GROUP_MEMBER):
-        return Some(sync)
+        return KeptGroup(sync)
     raise OptionError(f"sync must be False, True for all processes, or a process group; got {sync!r}")
 
 
-def companions(sync: bool | Some) -> Any:
-    """The process group that `sync` means here and now: None where this process is alone, or does not belong to it."""
+def group_of_ranks(sync: bool | KeptGroup) -> Any:
+    """The process group to communicate with; None if this rank is alone in it or not a member."""
     if sync is False or not (dist.is_available() and dist.is_initialized()):
         return None
-    group = sync.group if isinstance(sync, Some) else dist.group.WORLD
+    group = sync.group if isinstance(sync, KeptGroup) else dist.group.WORLD
     return group if dist.get_world_size(group) > 1 else None
 
 
 def gathered(vector: Tensor, group: Any) -> Tensor:
-    """Everybody's `vector`, a row each, by rank. Not differentiable."""
+    """The `vector` of each rank in a row. Not differentiable."""
     rows = [torch.empty_like(vector) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, vector.contiguous(), group=group)
     return torch.stack(rows)
@@ -86,7 +86,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of everybody's tensor, differentiable any number of times."""
+    """The sum of the tensors of all ranks, differentiable any number of times."""
 
     @staticmethod
     def forward(ctx, tensor, group):
@@ -101,7 +101,7 @@ class _Sum(torch.autograd.Function):
 
 
 def joint_moments(x: Tensor, group: Any) -> Moments:
-    """Moments of everybody's `x` together, differentiable; the weight is a tensor, 0 if all are empty."""
+    """Moments of the `x` of all ranks together, differentiable. The weight is a tensor, and 0 if all are empty."""
     count = count_per_channel(x)
     if count:
         own = batch_moments(x)
@@ -123,8 +123,8 @@ def normalize_jointly(
     group: Any,
     backward: BackwardMemory | None = None,
 ) -> Tensor:
-    """`x` normalised by the union of the joint batch (its moments, constants) and a memory, which the caller gives
-    up.
+    """Normalize `x` by the union of the joint batch (its moments, as constants) and a memory. Do not change the memory
+    afterwards.
     """
     dtype = statistics_dtype(x.dtype)
     memory = Moments(*(torch.as_tensor(part, device=x.device).to(dtype).detach() for part in memory))
@@ -133,7 +133,7 @@ def normalize_jointly(
 
 
 class _Joint(torch.autograd.Function):
-    """One node that saves its input and vectors of C numbers."""
+    """A single autograd node that saves its input and vectors of C numbers."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, *rest):
@@ -149,7 +149,7 @@ class _Joint(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y):
         x, weight, bias, *rest = ctx.saved_tensors
-        # Under create_graph the moments must be functions of x again: saved numbers would lose the second derivative.
+        # With create_graph the moments must depend on x: with saved numbers, second derivatives would be wrong.
         batch = joint_moments(x, ctx.group) if torch.is_grad_enabled() else Moments(*rest[:3])
         hat = merge(Moments(*rest[3:]), batch)
         inv = torch.rsqrt(hat.var + ctx.eps)

@@ -1,14 +1,14 @@
-"""Memories of several processes that train one model.
+"""The memory in distributed training.
 
-Three ways, by what a step costs besides the gradients:
+Three ways, ordered by their communication per step besides the gradients:
 
-    nothing at all            each process remembers its own batches; rank 0's memory is the one to save
-    `exchange_memory`         each process normalises with its own batch and a memory of everybody's: one flat gather
-                              after the step
-    `convert(…, sync=True)`   everybody's batch is one batch: a gather per layer in the forward, a reduction per layer
-                              in the backward
+    default                   each rank remembers its own batches; save the memory of rank 0. No communication
+    `exchange_memory`         each rank normalizes with its own batch and a memory of all batches. One gather after the
+                              step
+    `convert(…, sync=True)`   all ranks normalize by the joint batch. One gather per layer in the forward, one reduction
+                              per layer in the backward
 
-The second is possible because the memory is made of the past: what the others have recorded may arrive after the step.
+The memory consists of earlier batches, so `exchange_memory` can communicate after the step.
 """
 
 from __future__ import annotations
@@ -21,29 +21,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memnorm.collective import Some, companions, gathered
+from memnorm.collective import KeptGroup, gathered, group_of_ranks
 from memnorm.errors import DTypeError, MemnormError, NothingToRecord, OptionError, check_module
 from memnorm.functional import Moments, pool
 from memnorm.layers import MemorizedBatchNorm
 from memnorm.modules import modules_of
 
-IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name, on the module that is given to DistributedDataParallel
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name; an attribute of the module that DDP wraps
 
 
 def keep_local(model: nn.Module) -> None:
-    """Let DistributedDataParallel leave the memories in `model` alone, which is about to be wrapped.
+    """Exclude the memories in `model` from the buffer broadcasts of DistributedDataParallel. Call this before wrapping.
 
-    By default it copies rank 0's buffers to everybody before each forward, and what the others have recorded is lost.
-    `memnorm.convert` does this to the model it returns; call it where that becomes a part of a larger one. DDP then no
-    longer copies these buffers at its start either: load a checkpoint in every process, or call `broadcast_memory`.
+    By default DDP copies the buffers of rank 0 to all ranks before each forward, which overwrites what the others have
+    recorded. `memnorm.convert` calls this for the model that it returns; call it for a larger model that contains a
+    converted one. DDP then does not copy these buffers at the start either: load checkpoints on every rank, or call
+    `broadcast_memory`.
     """
     names = [f"{name}.{buffer}".lstrip(".") for name, layer in _layers(model).items() for buffer in layer._buffers]
     if names:
-        kept = [
-            *getattr(model, IGNORED, []),
-            *names,
-            *(f"_orig_mod.{name}" for name in names),
-        ]  # as compiled modules say
+        compiled = [f"_orig_mod.{name}" for name in names]
+        kept = [*getattr(model, IGNORED, []), *names, *compiled]
         setattr(model, IGNORED, list(dict.fromkeys(kept)))
 
 
@@ -62,55 +60,55 @@ def unkeep_local(model: nn.Module) -> None:
 
 @torch.no_grad()
 def broadcast_memory(model: nn.Module, source: int = 0, *, group: Any = None) -> None:
-    """Give the memories of `model` in every process the contents they have in rank `source` of the group: the running
-    statistics, the remembered batches and the strength.
+    """Copy the memories of `model` from rank `source` of the group to all its ranks: running statistics, remembered
+    batches and strength.
     """
     check_module(model, "broadcast_memory")
-    together = _companions(group)
-    if together is None:
+    ranks = _group_of_ranks(group)
+    if ranks is None:
         return
     buffers = [buffer for layer in _layers(model).values() for buffer in layer._buffers.values() if buffer is not None]
-    rank = dist.get_global_rank(together, source)
+    rank = dist.get_global_rank(ranks, source)
     for dtype in sorted({buffer.dtype for buffer in buffers}, key=str):
         chosen = [buffer for buffer in buffers if buffer.dtype is dtype]
         flat = torch.cat([buffer.flatten() for buffer in chosen])
-        dist.broadcast(flat, rank, group=together)
+        dist.broadcast(flat, rank, group=ranks)
         for buffer, part in zip(chosen, flat.split([buffer.numel() for buffer in chosen]), strict=True):
             buffer.copy_(part.view_as(buffer))
 
 
 def exchange_memory(model: nn.Module, optimizer: Optimizer, *, group: Any = None, max_waiting: int = 1024) -> Exchange:
-    """Let every process remember what all of them have recorded; the training loop stays as it is.
+    """Let every rank remember the batches of all ranks. The training loop does not change.
 
         model = DistributedDataParallel(memnorm.convert(model))
         memnorm.double_forward(model, optimizer)
         memnorm.distributed.exchange_memory(model, optimizer)
 
-    What the layers record waits until `optimizer` has stepped and the second forward of a Double-Forward is done. Then
-    one gather of a flat tensor, 2C + 2 numbers per layer, makes *one entry per step* of it: the moments of all values
-    of all processes in that step, with the weight of their average batch. So `decay` counts steps and `strength` means
-    what it means in one process, however many processes and accumulated batches there are, and the memory is the same
-    everywhere. It begins as rank 0's.
+    Layers keep what they record until `optimizer` has stepped and the second forward, if any, is done. Then one gather
+    of a flat tensor with 2C + 2 numbers per layer turns it into *one entry per step*: the moments of all values of all
+    ranks in that step, with the weight of their average batch. So `decay` counts steps and `strength` has the same
+    meaning as in one process, regardless of the number of ranks and micro-batches. The memory is the same on all ranks
+    and begins with that of rank 0.
 
-    Two-way layers share the means of backward as well, 2C + 2 numbers more, and give an entry the weight of all its
-    values: their memory stands for the large batch that the processes make together. They cannot be compiled with
-    `fullgraph=True` then.
+    Two-way layers also share the means of backward, with 2C + 2 more numbers, and the weight of an entry is the number
+    of all its values: the memory describes the large batch of all ranks. They then cannot be compiled with
+    `fullgraph=True`.
 
     Args:
-        model: the module that the loop trains, wrapped or not.
-        optimizer: of several, the one that steps last. It must step equally often in every process.
-        group: the processes; all of them by default. A process outside the group remembers its own batches.
-        max_waiting: batches that a layer records without a step after which something must be wrong.
+        model: the trained module, wrapped or not. optimizer: the optimizer; if there are several, the one that steps
+        last. It must step equally often on all ranks. group: the process group; all ranks by default. A rank outside
+        the group remembers its own batches. max_waiting: raise an error if a layer records this many batches without a
+        step.
 
     Returns:
-        A handle with `exchange()`, for loops that record after the step by hand, and `remove()`; also usable in a
-        `with` statement. Copies and pickles of the model do not carry it.
+        A handle with `remove()`, and with `exchange()` for loops that call `rerecord` after the step. It is also a
+        context manager. Copies and pickles of the model have no exchange.
     """
     return Exchange(model, optimizer, group, max_waiting)
 
 
 class Waiting(list[Moments]):
-    """What a layer has recorded since the last exchange; the handle that will share it."""
+    """The batches that a layer has recorded since the last exchange, and the handle that will share them."""
 
     def __init__(self, handle: Exchange) -> None:
         super().__init__()
@@ -121,8 +119,8 @@ class Waiting(list[Moments]):
             self.clear()
             raise MemnormError(
                 f"exchange_memory: a layer has recorded {self.handle.max_waiting} batches without a step of the "
-                "optimizer, so none of them is remembered. If another optimizer trains the model now, remove() the "
-                "handle and attach that one; if so many batches belong to a step, raise max_waiting."
+                "optimizer, so none of them is remembered. If another optimizer trains the model now, call remove() on "
+                "the handle and attach that one; if a step has that many batches, raise max_waiting."
             )
         super().append(batch)
 
@@ -134,8 +132,8 @@ class Exchange:
         check_module(model, "exchange_memory")
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise DTypeError(
-                f"exchange_memory: expected a torch.optim.Optimizer; got {type(optimizer).__name__}. Of a wrapper, "
-                "pass the optimizer inside."
+                f"exchange_memory: expected a torch.optim.Optimizer; got {type(optimizer).__name__}. If this is "
+                "a wrapper, pass the wrapped optimizer."
             )
         layers = [layer for layer in _layers(model).values() if layer.running_mean is not None]
         _check_layers(model, layers)
@@ -145,27 +143,28 @@ class Exchange:
             for name in layer.outgoing:
                 vars(layer)[name] = Waiting(self)
         self._after = optimizer.register_step_post_hook(lambda *_: self.exchange())
-        self._before = optimizer.register_step_pre_hook(self._go_last)
+        self._before = optimizer.register_step_pre_hook(self._move_hook_to_end)
 
-    def _go_last(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Of the hooks after the step: a Double-Forward that was attached later records before the exchange."""
+    def _move_hook_to_end(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Exchange after all other hooks, because a Double-Forward that was attached later must record first."""
         optimizer._optimizer_step_post_hooks.move_to_end(self._after.id)
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Share what was recorded since the last time, and remember it. Every process must call it."""
+        """Share and remember what was recorded since the last exchange. Every rank must call it."""
         layers = self._exchanging()
         if not layers:
             raise NothingToRecord(
-                "exchange_memory: the memorized layers of the model are gone. Convert it again, or remove() the handle."
+                "exchange_memory: the model has no memorized layers any more. Convert it again, or call remove() on "
+                "the handle."
             )
         device = layers[0].running_mean.device
         boxes = [(layer, name) for layer in layers for name in layer.outgoing]
         flat = torch.cat([_packed(layer, name).to(device) for layer, name in boxes])
-        group = _companions(self.group)
-        everyones_RV = flat[None] if group is None else gathered(flat, group)
+        group = _group_of_ranks(self.group)
+        parts_RV = flat[None] if group is None else gathered(flat, group)
         sizes = [2 * layer.num_features + 2 for layer, _ in boxes]
-        for (layer, name), part_RV in zip(boxes, everyones_RV.split(sizes, dim=1), strict=True):
+        for (layer, name), part_RV in zip(boxes, parts_RV.split(sizes, dim=1), strict=True):
             mean_RC, var_RC = part_RV[:, :-2].chunk(2, dim=1)
             count_R, batches_R = part_RV[:, -2:].unbind(1)
             # If nobody has recorded, the union is NaN, and it is not remembered.
@@ -179,7 +178,7 @@ class Exchange:
         return [layer for layer in layers if isinstance(layer._outgoing, Waiting) and layer._outgoing.handle is self]
 
     def remove(self) -> None:
-        """Detach: from now on every process remembers its own batches. What waits to be shared is dropped."""
+        """Stop the exchange. From now on every rank remembers its own batches. Batches not yet shared are discarded."""
         self._after.remove()
         self._before.remove()
         for layer in self._exchanging():
@@ -200,25 +199,27 @@ def _check_layers(model: nn.Module, layers: list[MemorizedBatchNorm]) -> None:
         )
     if any(layer.sync is not False for layer in layers):
         raise OptionError(
-            "exchange_memory: the layers were converted with sync, so every process remembers the joint batch already. "
-            "Convert with sync=False, or leave out the exchange."
+            "exchange_memory: the layers were converted with sync, so every rank remembers the joint batch already. "
+            "Convert with sync=False, or do not exchange."
         )
     if any(layer.momentum is None for layer in layers):
         raise OptionError(
-            "exchange_memory: layers with momentum=None average all batches since the reset at once, and have nothing "
-            "to share after a step. Set momentum to a number, whichever, or leave out the exchange."
+            "exchange_memory: layers with momentum=None average all batches since the last reset and have nothing to "
+            "share after a step. Set momentum to any number, or do not exchange."
         )
     if any(layer._outgoing is not None for layer in layers):
-        raise MemnormError("exchange_memory: the model's memory is exchanged already; remove() that handle first")
+        raise MemnormError(
+            "exchange_memory: the memory of the model is exchanged already; call remove() on that handle first"
+        )
 
 
-def _companions(group: Any) -> Any:
-    return companions(True if group is None else Some(group))
+def _group_of_ranks(group: Any) -> Any:
+    return group_of_ranks(True if group is None else KeptGroup(group))
 
 
 def _packed(layer: MemorizedBatchNorm, name: str) -> Tensor:
-    """The moments of what waits in `layer`, its count and the number of batches, in a row. What is not finite counts
-    for nothing: it must not spoil what others have.
+    """One row with the moments of the unshared batches of `layer`, their count of values and their number. Batches that
+    are not finite count as empty, because they would make the union useless for all ranks.
     """
     waiting: Any = getattr(layer, name)
     batches, waiting[:] = list(waiting), []
@@ -239,7 +240,7 @@ def _union(mean_KC: Tensor, second_KC: Tensor, weight_K: Tensor, with_variances:
 
 
 def stop_exchange(model: nn.Module) -> None:
-    """Remove every exchange from `model`: its layers are about to be replaced."""
+    """Remove every exchange from `model`, whose layers are about to be replaced."""
     for layer in _layers(model).values():
         if isinstance(layer._outgoing, Waiting):
             layer._outgoing.handle.remove()

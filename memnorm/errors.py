@@ -1,7 +1,7 @@
-"""What can go wrong, as exceptions that say what was required, what arrived and what to do.
+"""Exceptions. Their messages say what was required, what was passed and what to do.
 
-Every error is a `MemnormError`, hence a `RuntimeError`; the ones about a value the caller chose are `ValueError` or
-`TypeError` as well, so code written around `torch.nn.BatchNorm` keeps catching what it caught.
+Every error is a `MemnormError`, which is a `RuntimeError`. Errors about arguments are also `ValueError` or `TypeError`,
+so that code written for `torch.nn.BatchNorm` still catches them.
 """
 
 from __future__ import annotations
@@ -10,41 +10,43 @@ import numbers
 import sys
 import warnings
 
+from torch import nn
+
 
 class MemnormError(RuntimeError):
     """Base of every error raised by memnorm."""
 
 
 class InputError(MemnormError, ValueError):
-    """A batch a layer cannot normalise: wrong rank, wrong channel count, empty, or too few values."""
+    """A layer cannot normalize the batch: wrong number of dimensions or channels, empty, or too few values."""
 
 
 class DTypeError(MemnormError, TypeError):
-    """A tensor of a kind the layer does not take, such as integers."""
+    """An argument of the wrong type or dtype, such as an integer tensor."""
 
 
 class OptionError(MemnormError, ValueError):
-    """An option outside its range, or options that contradict each other."""
+    """An option is out of range or contradicts another option."""
 
 
 class NothingToConvert(MemnormError, ValueError):
-    """`convert` found no batch norm it may replace."""
+    """`convert` found no batch norm that it can replace."""
 
 
 class NothingToRecord(MemnormError, ValueError):
-    """A second forward was asked for, but no layer would record anything."""
+    """No layer would record anything."""
 
 
 class WrappedModelError(MemnormError, ValueError):
-    """The model is inside a wrapper that has already looked at its layers."""
+    """The model is already wrapped for distributed training."""
 
 
 class MemnormWarning(UserWarning):
-    """Something was left alone that the caller may have expected to change."""
+    """memnorm did not do something that the caller may expect."""
 
 
 def warn(message: str) -> None:
-    """Warn about the caller's line: the first one outside this package."""
+    """Warn, pointing at the first line outside this package."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
         level, frame = level + 1, frame.f_back
@@ -52,15 +54,15 @@ def warn(message: str) -> None:
 
 
 def check_module(model: object, caller: str) -> None:
-    from torch import nn  # the lab's reports use these errors without torch
-
     if not isinstance(model, nn.Module):
-        got = f"the class {model.__name__}: make an instance of it" if isinstance(model, type) else type(model).__name__
+        got = (
+            f"the class {model.__name__}: create an instance of it" if isinstance(model, type) else type(model).__name__
+        )
         raise DTypeError(f"{caller}: expected a torch.nn.Module, got {got}")
 
 
 def is_number(value: object) -> bool:
-    """A real number of Python or numpy; True and False are none."""
+    """Return True for a real number of Python or numpy, but not for a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 

@@ -1,9 +1,8 @@
-"""Population statistics for a trained model, of plain batch norm as well as memorized: compute them, move them to
-another domain, judge them.
+"""Population statistics of a trained model, with plain or memorized batch norm: compute them (`recalibrate`), or
+replace them by those of another domain (`adapt`).
 
-All rest on the same exact accumulation: the moments of every batch that reaches a layer, merged by count in float64,
-the squared shift between the means included. The result does not depend on how the same layer inputs are split into
-batches.
+The moments of every batch that reaches a layer are merged by count in float64, including the squared shift between the
+means. The result does not depend on how the inputs of a layer are split into batches.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Layers = dict[str, Any]  # batch norms by name
 
 @dataclass(frozen=True)
 class Recalibration:
-    """What `recalibrate` did."""
+    """The result of `recalibrate`."""
 
     layers: int
     batches: int
@@ -56,50 +55,50 @@ def recalibrate(
 ) -> Recalibration:
     """Replace the running statistics of every batch norm, plain or memorized, by those of `batches`.
 
-    `passes=1`: one pass with the norms in training mode (and nothing else: dropout stays off). Exact for the inputs
-    each layer gets, but the inputs of deeper layers are normalised by single batches, so the result still depends on
-    the batch size. Norms that read their statistics or their memory in training normalise by the batch alone here: by
-    the old ones, each layer would get those of inputs that it will never see again. (A memory is read for batches of
-    one value per channel, which have no variance of their own.)
+    `passes=1`: one pass with the norms in training mode and everything else, such as dropout, in eval mode. The
+    statistics are exact for the inputs of each layer, but the inputs of deeper layers are normalized by single batches,
+    so the result still depends on the batch size. Norms that read their statistics or their memory in training
+    normalize by the batch alone here, because the old statistics belong to inputs that will not occur again. (A memory
+    is still read for batches of one value per channel, which have no variance.)
 
-    `passes="exact"`: passes in eval mode until nothing changes. Each pass settles at least one more layer, so there are
-    at most as many as layers, plus one to see it. The result is what the network computes at inference, and does not
-    depend on how the data is split. `batches` is gone through repeatedly: a list or a DataLoader that yields the same
-    data each time.
+    `passes="exact"`: passes in eval mode until nothing changes. At least one more layer is final after each pass, so
+    there are at most as many passes as layers, plus one that changes nothing. The statistics are those of the network
+    at inference, and do not depend on how the data is split. `batches` must yield the same data in every pass: a list,
+    or a DataLoader without random augmentation.
 
-    A memory is emptied, and the new statistics stand in for it. What other norms keep for training is left alone, with
-    the number of batches from which a schedule ("brn", "momentum_bn") knows how far it is. Layers frozen by the user
-    (in eval mode while the model is in training mode) are left alone. If anything raises, the model is as before.
+    The memory is emptied and the new statistics replace it. Other training state is kept, including the number of
+    batches that a schedule ("brn", "momentum_bn") counts. Frozen layers (in eval mode in a model in training mode) are
+    unchanged. If an error occurs, the model is restored.
 
     Args:
-        batches: what the model takes; of a tuple or list the first element, a mapping as keyword arguments.
-        forward: how to call the model on a batch, if otherwise.
-        max_passes: give up earlier, with a warning.
+        batches: inputs of the model. The first element of a tuple or list is passed, a mapping as keyword arguments.
+        forward: calls the model on a batch, if that is not enough.
+        max_passes: stop after this many passes, with a warning.
     """
     if passes not in (1, "exact"):
         raise OptionError(f'recalibrate: passes must be 1 or "exact"; got {passes!r}')
     if passes == "exact" and iter(batches) is batches:
         raise OptionError(
-            'recalibrate: passes="exact" goes through the batches repeatedly, and an iterator is used up at once; '
+            'recalibrate: passes="exact" needs the batches several times, and an iterator yields them only once; '
             "pass a list"
         )
     if max_passes is not None and (not is_whole(max_passes) or max_passes < 1):
         raise OptionError(f"recalibrate: max_passes must be positive; got {max_passes!r}")
-    layers = _tracking_layers(model, "recalibrate")
-    call = forward or _call
-    with _undone_on_error(layers.values()), torch.no_grad():
+    layers = tracking_layers(model, "recalibrate")
+    call = forward or call_model
+    with _restored_on_error(layers.values()), torch.no_grad():
         if passes == 1:
             return _one_pass(model, layers, batches, call, training=True)[0]
-        return _until_settled(model, layers, batches, call, max_passes)
+        return _until_constant(model, layers, batches, call, max_passes)
 
 
-def _until_settled(
+def _until_constant(
     model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, max_passes: int | None
 ) -> Recalibration:
     limit = max_passes or len(layers) + 1
     result, repeated = _one_pass(model, layers, batches, call, training=False)
     if repeated and max_passes is None:
-        limit = max(100, limit)  # a layer that sees its own output settles in the limit only
+        limit = max(100, limit)  # a layer that gets its own output converges only in the limit
     while result.largest_change > 1e-6 and result.passes < limit:
         following, _ = _one_pass(model, layers, batches, call, training=False)
         result = replace(following, passes=result.passes + 1)
@@ -107,8 +106,7 @@ def _until_settled(
         return result
     warn(
         f"recalibrate: statistics still changed by {result.largest_change:.2g} standard deviations in pass {limit}. "
-        "Random augmentation, or shuffling that drops other images each time, makes passes differ: turn it off for an "
-        "exact result."
+        "Random augmentation, and shuffling with drop_last, make the passes differ: turn them off for an exact result."
     )
     return result
 
@@ -116,7 +114,7 @@ def _until_settled(
 def _one_pass(
     model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, *, training: bool
 ) -> tuple[Recalibration, bool]:
-    """Write the statistics of one pass; and tell whether a layer was called more than once per batch."""
+    """Write the statistics of one pass. Also return True if a layer was called more than once per batch."""
     seen = population(model, layers, batches, call, training=training)
     change = max(_change(layers[name], moments) for name, moments in seen.moments.items())
     for name, moments in seen.moments.items():
@@ -126,7 +124,7 @@ def _one_pass(
 
 
 class Population(NamedTuple):
-    """Moments of the inputs of each layer over some batches, and the calls of the layer that was called most."""
+    """Moments of the inputs of each layer, the number of batches, and the largest number of calls of a layer."""
 
     moments: dict[str, Moments]
     batches: int
@@ -136,18 +134,18 @@ class Population(NamedTuple):
 def population(
     model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, *, training: bool
 ) -> Population:
-    """Run the batches with the norms in training or eval mode, and leave the model as it was. In training mode, norms
-    that would read their running statistics or their memory normalise by the batch at hand.
+    """Run the batches with the norms in training or eval mode; the model is restored afterwards. In training mode,
+    norms that would read their running statistics or their memory normalize by the current batch.
     """
     moments: dict[str, Moments] = {}
-    calls, left_out = Counter[str](), Counter[str]()
+    calls, skipped = Counter[str](), Counter[str]()
 
     def collect(name: str, seen: Moments) -> None:
         calls[name] += 1
         if name in readers:
             readers[name](seen)
         if not (seen.mean.isfinite().all() and seen.var.isfinite().all()):
-            left_out[name] += 1
+            skipped[name] += 1
         else:
             moments[name] = merge(moments[name], seen) if name in moments else seen
 
@@ -155,18 +153,18 @@ def population(
         raise OptionError(
             f"expected an iterable of batches, got {type(batches).__name__}: put a single batch in a list"
         )
-    count, reading = 0, _by_the_batch(layers if training else {})
-    with _norms_in(model, layers, training=training), reading as readers, _watched(layers, collect):
+    count, reading = 0, _normalizing_by_batch(layers if training else {})
+    with norms_in_mode(model, layers, training=training), reading as readers, observed(layers, collect):
         for batch in batches:
             call(model, batch)
             count += 1
     if moments:
-        for name, times in left_out.most_common(1):
+        for name, times in skipped.most_common(1):
             subject = "1 batch is" if times == 1 else f"{times} batches are"
-            warn(f"{subject} not finite in {repr(name) if name else 'the layer'}: left out")
+            warn(f"{subject} not finite in {repr(name) if name else 'the layer'}: skipped")
         return Population(moments, count, max(calls.values()))
-    if left_out:
-        raise NothingToRecord("no batch is finite where it reaches a batch norm: look at the data, and at the weights")
+    if skipped:
+        raise NothingToRecord("no input of a batch norm is finite: check the data and the weights")
     problem = "no batch norm was reached" if count else "there is no batch"
     raise NothingToRecord(
         f"{problem}: pass an iterable of batches for the model (and forward=, if it is not called as model(batch))"
@@ -174,17 +172,17 @@ def population(
 
 
 @contextmanager
-def _watched(layers: Layers, collect: Callable[[str, Moments], None]) -> Iterator[None]:
-    """Hand the moments of every input of every layer to `collect`, in float64 where the device has it."""
+def observed(layers: Layers, collect: Callable[[str, Moments], None]) -> Iterator[None]:
+    """Context manager that passes the moments of every layer input to `collect`, in float64 if the device has it."""
 
     def hook(name: str) -> Callable[..., None]:
-        def watch(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def observe(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else next(iter(kwargs.values()))
             wide = torch.float32 if x.device.type == "mps" else torch.float64
             mean, var, weight = constant_moments(x)
             collect(name, Moments(mean.to(wide), var.to(wide), weight))
 
-        return watch
+        return observe
 
     handles = [layer.register_forward_pre_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
     try:
@@ -195,9 +193,9 @@ def _watched(layers: Layers, collect: Callable[[str, Moments], None]) -> Iterato
 
 
 @contextmanager
-def _by_the_batch(layers: Layers) -> Iterator[dict[str, Callable[[Moments], None]]]:
-    """Those that would read older statistics, by name, each with what has it normalise by the moments at hand instead;
-    then their buffers as before.
+def _normalizing_by_batch(layers: Layers) -> Iterator[dict[str, Callable[[Moments], None]]]:
+    """Context manager for layers that would read older statistics. It yields, by layer name, a function that lets the
+    layer normalize by given moments instead, and restores the buffers afterwards.
     """
     running = {n: one for n, one in layers.items() if isinstance(one, RunningNorm) and one.READS_STATISTICS}
     memorized = {n: one for n, one in layers.items() if isinstance(one, MemorizedBatchNorm)}
@@ -206,7 +204,7 @@ def _by_the_batch(layers: Layers) -> Iterator[dict[str, Callable[[Moments], None
         for layer in running.values():
             layer.training = False
         yield {
-            **{name: partial(_put, layer) for name, layer in running.items()},
+            **{name: partial(_set_statistics, layer) for name, layer in running.items()},
             **{name: partial(_without_memory, layer, float(layer.strength)) for name, layer in memorized.items()},
         }
     finally:
@@ -214,13 +212,13 @@ def _by_the_batch(layers: Layers) -> Iterator[dict[str, Callable[[Moments], None
 
 
 def _without_memory(layer: MemorizedBatchNorm, strength: float, seen: Moments) -> None:
-    """One value has no variance: it needs the memory."""
+    """Turn the memory off, except for a single value, which has no variance."""
     layer.strength.fill_(0.0 if seen.weight > 1 else strength)
 
 
 @contextmanager
-def _norms_in(model: nn.Module, layers: Layers, *, training: bool) -> Iterator[None]:
-    """The model in eval mode, its norms in training mode if asked, recording nothing; then everything as before."""
+def norms_in_mode(model: nn.Module, layers: Layers, *, training: bool) -> Iterator[None]:
+    """Context manager: the model in eval mode, its norms in training mode if asked. Nothing is recorded or changed."""
     modes = [(module, module.training) for module in model.modules()]
     muted = [module for module in model.modules() if isinstance(module, Recording) and module.recording]
     try:
@@ -238,8 +236,8 @@ def _norms_in(model: nn.Module, layers: Layers, *, training: bool) -> Iterator[N
             recorder.recording = True
 
 
-def _tracking_layers(model: nn.Module, caller: str) -> Layers:
-    """Batch norms with running statistics, except those the user froze."""
+def tracking_layers(model: nn.Module, caller: str) -> Layers:
+    """Batch norms with running statistics, without those that the user froze."""
     check_module(model, caller)
     layers = {
         name: layer
@@ -249,20 +247,18 @@ def _tracking_layers(model: nn.Module, caller: str) -> Layers:
     if model.training:
         layers = {name: layer for name, layer in layers.items() if layer.training}
     if not layers:
-        raise NothingToRecord(
-            f"{caller}: {type(model).__name__} has no batch norm whose running statistics could be used"
-        )
+        raise NothingToRecord(f"{caller}: {type(model).__name__} has no batch norm with running statistics")
     return layers
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
 def _change(layer: Any, new: Moments) -> float:
-    """How far writing `new` moves the running statistics: the mean in standard deviations, the variance relatively."""
+    """The largest change of the running statistics: of the mean in standard deviations, of the variance relatively."""
     new = for_layer(layer, new)
     mean, var = new.mean.to(layer.running_mean.dtype), new.var.to(layer.running_var.dtype)
     scale = new.var + layer.eps
@@ -272,19 +268,19 @@ def _change(layer: Any, new: Moments) -> float:
 
 
 def for_layer(layer: Any, moments: Moments) -> Moments:
-    """What the layer keeps of a population; not every norm keeps mean and variance."""
+    """The running statistics for these moments. Not every norm keeps mean and variance."""
     return layer.running_from(moments) if isinstance(layer, RunningNorm) else moments
 
 
 def _write(layer: Any, moments: Moments, batches: int) -> None:
     if isinstance(layer, MemorizedBatchNorm):
         layer.reset_memory()
-    _put(layer, moments)
+    _set_statistics(layer, moments)
     if not (isinstance(layer, RunningNorm) and layer.COUNTS_STEPS):
         layer.num_batches_tracked.fill_(batches)
 
 
-def _put(layer: Any, moments: Moments) -> None:
+def _set_statistics(layer: Any, moments: Moments) -> None:
     """Make these the running statistics."""
     moments = for_layer(layer, moments)
     layer.running_mean.copy_(moments.mean)
@@ -292,7 +288,7 @@ def _put(layer: Any, moments: Moments) -> None:
 
 
 @contextmanager
-def _undone_on_error(layers: Iterable[_BatchNorm]) -> Iterator[None]:
+def _restored_on_error(layers: Iterable[_BatchNorm]) -> Iterator[None]:
     snapshot = Statistics(layers)
     try:
         yield
@@ -302,7 +298,7 @@ def _undone_on_error(layers: Iterable[_BatchNorm]) -> Iterator[None]:
 
 
 class Statistics:
-    """A copy of the buffers of some layers, and the way back to it."""
+    """A copy of the buffers of some layers, which `restore` writes back."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._kept = [
@@ -321,9 +317,7 @@ class Statistics:
 
 
 class Adaptation:
-    """The handle of `adapt`: `revert()` brings the statistics of before back, memory included. In a `with` statement,
-    so does leaving it.
-    """
+    """The handle of `adapt`. `revert()`, or the end of a `with` statement, restores the statistics and the memory."""
 
     def __init__(self, statistics: Statistics, result: Recalibration) -> None:
         self._statistics: Statistics | None = statistics
@@ -344,13 +338,13 @@ class Adaptation:
 def adapt(
     model: nn.Module, target_batches: Iterable[Any], *, passes: Literal[1, "exact"] = 1, forward: Forward | None = None
 ) -> Adaptation:
-    """Give every batch norm the statistics of a target domain (AdaBN), reversibly. No labels, no gradient; arguments as
-    in `recalibrate`.
+    """Give every batch norm the statistics of a target domain (AdaBN), reversibly. It needs no labels and no gradients.
+    For the arguments, see `recalibrate`.
 
     with memnorm.adapt(model, target_batches):
         predictions = model(target)
     """
-    statistics = Statistics(_tracking_layers(model, "adapt").values())
+    statistics = Statistics(tracking_layers(model, "adapt").values())
     return Adaptation(statistics, recalibrate(model, target_batches, passes=passes, forward=forward))
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from memnorm.collective import Some, check_sync, companions, joint_moments, normalize_jointly
+from memnorm.collective import KeptGroup, check_sync, group_of_ranks, joint_moments, normalize_jointly
 from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole
 from memnorm.functional import (
     BackwardMemory,
@@ -100,7 +100,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
     memory_var: Tensor
     memory_count: Tensor
     strength: Tensor
-    sync: bool | Some = False
+    sync: bool | KeptGroup = False
     _plain_dtype: torch.dtype  # of the statistics of a plain batch norm in place of this layer
     _seasoned: int | None = None  # version of the strength with which there was something to merge a batch with
     _handle: Any = None  # of the buffers as the kernels last used them
@@ -235,7 +235,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         return with_gradient(*found, x, weight, bias, residual, relu, self.eps, self._backward_memory(handle))
 
     def _forward_in_torch(self, input: Tensor) -> Tensor:
-        group = companions(self.sync)
+        group = group_of_ranks(self.sync)
         if group is not None:
             return self._forward_jointly(input, group)
         if not self.track_running_stats or self.running_mean is None:

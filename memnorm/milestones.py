@@ -1,4 +1,4 @@
-"""Milestones of training, as fractions or steps. Does without torch, for those who read records."""
+"""Milestones of training as fractions or numbers of steps."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Forwards that autograd runs again inside backward: activation checkpointing.
 
-A checkpointed segment runs its forward twice, and the second run must reproduce the first or the gradients are those of
-another function. For a layer with a memory that is not automatic: the memory has moved on in between. So a training
-forward that may be recomputed keeps the memory it read, and a forward that runs inside backward asks for it back. Not
-writing a second time is the other half, and alone is not enough: it leaves the buffers right and the gradients wrong.
+A checkpointed segment runs its forward twice. The second run must reproduce the first, or the gradients are wrong. A
+layer with a memory does not do that by itself, because its memory has changed in between. So a training forward that
+may be recomputed keeps a copy of the memory it read, and a forward inside backward uses that copy. It also records
+nothing, which keeps the buffers right.
 
-Which of several kept readings is the right one? The recomputed batch has the moments of the original one, so the
-reading with the nearest moments is taken (on the device, without a host sync). Equal batches are told apart by the
-order of the autograd nodes.
+If a layer has kept several readings, the one whose batch moments are nearest to those of the recomputed batch is used
+(computed on the device, without a host sync). Among equal batches the order of the autograd nodes decides.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ BOUND = 64
 
 
 def inside_backward() -> bool:
-    """Whether autograd runs this forward again, unless it is a forward of our own for an optimizer inside backward."""
-    return torch._C._current_graph_task_id() != -1 and not deliberate.depth
+    """Return True if autograd recomputes this forward. A replay after a step inside backward is not a recomputation."""
+    return torch._C._current_graph_task_id() != -1 and not not_recomputed.depth
 
 
-class _Deliberate(threading.local):
-    """A context within which forwards are no recomputations wherever they run."""
+class _NotRecomputed(threading.local):
+    """Context manager in which no forward counts as a recomputation."""
 
     depth = 0
 
@@ -44,23 +43,23 @@ class _Deliberate(threading.local):
         self.depth -= 1
 
 
-deliberate = _Deliberate()
+not_recomputed = _NotRecomputed()
 
 
 def inside_function() -> bool:
-    """Whether a custom `autograd.Function` runs its forward, as `checkpoint(use_reentrant=True)` does: grad mode and
-    forward-mode AD are both off.
+    """Return True inside the forward of a custom `autograd.Function`, as with `checkpoint(use_reentrant=True)`: grad
+    mode and forward-mode AD are both off there.
     """
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def may_be_recomputed() -> bool:
-    """Whether the running forward may run again inside backward."""
+    """Return True if the running forward may be recomputed in backward."""
     return inside_function() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class Reading(NamedTuple):
-    """What one training forward read (`memory`), and the batch it read it for."""
+    """The `memory` that one training forward read, and the moments of its batch."""
 
     sequence: int
     batch: Moments
@@ -68,11 +67,11 @@ class Reading(NamedTuple):
 
 
 class Readings:
-    """The readings of one layer that a backward may still ask for.
+    """The readings of one layer that a recomputation may still need.
 
-    `checkpoint(use_reentrant=False)` shows itself by the saved-tensor hooks it installs; the readings live as long as
-    the graph that refers to them. `use_reentrant=True` runs the segment inside a custom `autograd.Function`; nothing
-    ties a reading to its graph, so a bounded number is kept. So it is for hooks of others, which may hide a checkpoint.
+    `checkpoint(use_reentrant=False)` installs saved-tensor hooks; a reading lives as long as the graph that refers to
+    them. `use_reentrant=True` runs the segment inside a custom `autograd.Function`; no object ties a reading to its
+    graph, so the last `BOUND` readings are kept. The same holds for the saved-tensor hooks of other programs.
     """
 
     def __init__(self) -> None:
@@ -83,7 +82,7 @@ class Readings:
         self._replayed = 0
 
     def keep(self, batch: Moments, memory: Moments) -> None:
-        """Keep a reading if the running forward may be recomputed, else do nothing."""
+        """Keep a reading if the running forward may be recomputed."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if inside_function():
             shelf, bounded = self._without_graph, True
@@ -92,7 +91,7 @@ class Readings:
             bounded = getattr(hooks[1], "__module__", None) != checkpoint.__name__
         else:
             return
-        # The layer may be about to overwrite what it read.
+        # Copies, because the layer may overwrite what it read.
         mean, var, weight = memory
         kept = torch.tensor(weight, dtype=torch.float64) if isinstance(weight, float) else weight.clone()
         copied = Moments(mean.clone(), var.clone(), kept)
@@ -101,7 +100,7 @@ class Readings:
             self._last_dropped = shelf.popleft().sequence
 
     def recall(self, batch: Moments) -> Moments | None:
-        """The memory that the forward now recomputed read the first time; None if no forward kept one."""
+        """The memory that the recomputed forward read the first time; None if no reading was kept."""
         candidates = self._candidates()
         if not candidates:
             return None
@@ -110,16 +109,19 @@ class Readings:
         means_JC = torch.stack([reading.batch.mean for reading in candidates])
         vars_JC = torch.stack([reading.batch.var for reading in candidates])
         distance_J = (means_JC - batch.mean).abs().sum(1) + (vars_JC - batch.var).abs().sum(1)
-        nearest = distance_J.argmin()  # the first of equals, hence the preferred one
+        nearest = distance_J.argmin()  # the first of equals, which is the preferred one
         parts = zip(*(reading.memory for reading in candidates), strict=True)
         return Moments(*(torch.stack(part)[nearest] for part in parts))
 
     def _candidates(self) -> list[Reading]:
-        """The readings that may be meant, the one expected by the order of autograd's nodes first."""
+        """All readings that may belong to this recomputation, beginning with the most likely by the order of autograd
+        nodes.
+        """
         node = torch._C._current_autograd_node()
         sequence = -1 if node is None else node._sequence_nr()
         self._count_replay(sequence)
-        # A reentrant checkpoint's node is older than what it ran; another checkpoint is set off by a node of its own.
+        # A reentrant checkpoint's node is older than its segment; a non-reentrant one recomputes for a node of its
+        # segment.
         reentrant = [reading for reading in self._without_graph if reading.sequence > sequence]
         segments = [shelf for shelf in self._by_hook.values() if shelf[0].sequence <= sequence]
         segment = max(segments, key=lambda shelf: shelf[0].sequence, default=())
@@ -136,7 +138,7 @@ class Readings:
         return [first, *(reading for reading in others if reading is not first)]
 
     def _count_replay(self, sequence: int) -> None:
-        """How many forwards the node that is now running backward has recomputed before this one."""
+        """Count the forwards that the current autograd node has recomputed before this one."""
         replay = (torch._C._current_graph_task_id(), sequence)
         self._replayed = self._replayed + 1 if replay == self._replay else 0
         self._replay = replay

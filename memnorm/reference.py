@@ -1,7 +1,7 @@
-"""The paper's definitions, transcribed literally: slow, obvious, and the judge of everything else in this package.
+"""The definitions of the paper, transcribed literally: the slow reference that the tests compare everything with.
 
 Remembered batches are kept whole and summed value by value (Eq. 5). Nothing is pooled, merged or differentiated by
-hand; autograd does the gradient. Read it beside the paper; `docs/equations.md` maps the symbols.
+hand; autograd computes the gradient. `docs/equations.md` maps the symbols to the paper.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def large_batch_norm(
 ) -> list[Tensor]:
     """Batch norm of several batches (n_i, C, …) as one large batch, each value of batch i counted α_i times.
 
-    Nothing is a constant here: autograd goes through the moments into every batch. So this is what two-way memory aims
-    at, and with all α_i = 1 it is torch's batch norm of the concatenated batches.
+    Autograd differentiates through the moments into every batch. Two-way memory approximates this; with all α_i = 1 it
+    is torch's batch norm of the concatenated batches.
     """
     mean, var = memorized_moments([values_per_channel(batch) for batch in batches], alphas)
     return [_affine(batch, weight, bias, mean, var, eps) for batch in batches]
@@ -106,8 +106,8 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, 
 class ReferenceTwoWayBatchNorm(nn.Module):
     """Two-way memorized batch norm with everything kept: the values x of each batch, and the g and x̂ of each backward.
 
-    Each entry counts `strength · decay^age` times, age in updates (`update()` is called after each). Sums run over all
-    kept values; nothing is pooled.
+    Each entry has the weight `strength · decay^age`, with the age in updates (call `update()` after each). Sums run
+    over all kept values; nothing is pooled.
     """
 
     def __init__(self, num_features: int, *, decay: float = 0.9, strength: float = 1.0, eps: float = 1e-5) -> None:

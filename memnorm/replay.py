@@ -1,8 +1,7 @@
-"""The second forward: one more pass of a batch through a model, whose only lasting effect is what its recording layers
-remember.
+"""The second forward: a batch goes through the model again, and only the recording layers keep anything of it.
 
-The pass runs in the mode each module is in, without grad, under the random state and the autocast of the training
-forward, with every other buffer of the model put back afterwards.
+Each module stays in its mode. Grad mode is off, the random state and autocast are those of the training forward, and
+all other buffers of the model are restored afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from memnorm.errors import NothingToRecord
 from memnorm.layers import Recording
 from memnorm.modules import modules_of
-from memnorm.recompute import deliberate
+from memnorm.recompute import not_recomputed
 from memnorm.stripped import ADVICE
 
 
@@ -30,16 +29,16 @@ def recorders(model: nn.Module) -> Iterator[Recording]:
     return (module for module in modules_of(model) if isinstance(module, Recording))
 
 
-class Census(NamedTuple):
-    """The modules of a model, sorted once for all that a step asks. Not the model itself if it does not record: who
-    keeps a census must not keep a model alive.
+class ModuleLists(NamedTuple):
+    """The modules of a model, in two lists. `others` does not contain the model itself, so that a reference to the
+    lists does not keep the model alive.
     """
 
     recorders: list[Recording]
     others: list[nn.Module]
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module]) -> Census:
+    def of(cls, modules: Sequence[nn.Module]) -> ModuleLists:
         found = cls([], [])
         for module in modules:
             (found.recorders if isinstance(module, Recording) else found.others).append(module)  # type: ignore[arg-type]
@@ -47,8 +46,8 @@ class Census(NamedTuple):
             del found.others[0]
         return found
 
-    def without_record(self, model: nn.Module) -> list[nn.Module]:
-        """All modules of `model` that do not record."""
+    def not_recording(self, model: nn.Module) -> list[nn.Module]:
+        """All modules of `model` that do not record, the model included."""
         return self.others if isinstance(model, Recording) else [model, *self.others]
 
 
@@ -58,19 +57,21 @@ def named_recorders(model: nn.Module) -> dict[str, Recording]:
 
 @contextmanager
 def recording(model: nn.Module, on: bool) -> Iterator[None]:
-    """Within the context, the layers of `model` record what they see in training mode (`on=True`) or nothing at all
-    (`on=False`). Some norms ("two_way", "mabn") record in backward, too: keep the backward inside the context as well.
+    """Context manager that turns the recording of the layers of `model` on or off.
+
+    Layers in eval mode never record. Some norms ("two_way", "mabn") also record in backward: run the backward inside
+    the context, too.
     """
     layers = list(recorders(model))
     if not layers:
-        raise NothingToRecord(f"recording: {nothing_records(model)}")
+        raise NothingToRecord(f"recording: {explain_no_recorder(model)}")
     with recorded_by(layers, layers if on else []):
         yield
 
 
 @contextmanager
 def recorded_by(layers: Sequence[Recording], chosen: Iterable[Recording]) -> Iterator[None]:
-    """Within the context, the `chosen` ones of the layers record, and no other."""
+    """Context manager in which only the `chosen` ones of the layers record."""
     wanted = set(map(id, chosen))
     off = [layer for layer in layers if layer.recording and id(layer) not in wanted]
     on = [layer for layer in layers if not layer.recording and id(layer) in wanted]
@@ -84,13 +85,13 @@ def recorded_by(layers: Sequence[Recording], chosen: Iterable[Recording]) -> Ite
 
 
 def switch(layers: Iterable[Recording], on: bool) -> None:
-    """Set the layers' `recording`, past `nn.Module.__setattr__`, which takes longer than a small layer's forward."""
+    """Set `recording` without `nn.Module.__setattr__`, which takes longer than the forward of a small layer."""
     for layer in layers:
         layer.__dict__["recording"] = on
 
 
 def rerecord(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Send a batch forward once more, after the weights have changed, so that the memory holds its present moments.
+    """Send a batch forward again after the weights have changed, and record its new moments.
 
         with memnorm.recording(model, False):
             loss = criterion(model(x), target)
@@ -98,24 +99,24 @@ def rerecord(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         optimizer.step()
         memnorm.rerecord(model, x)
 
-    Layers in eval mode stay as they are. Random numbers are drawn from the present state, which is then restored.
-    `memnorm.double_forward` does all of this by itself, with the random state of the training forward.
+    Layers in eval mode record nothing. The random state is restored afterwards. `memnorm.double_forward` does all of
+    this automatically, with the random state of the training forward.
     """
-    modules = modules_of(model)
-    census = Census.of(modules)
-    replay(model, args, kwargs, Surroundings.now(modules), census.recorders, census)
+    found = modules_of(model)
+    modules = ModuleLists.of(found)
+    replay(model, args, kwargs, ForwardContext.capture(found), modules.recorders, modules)
 
 
-class Surroundings(NamedTuple):
-    """What a forward depends on besides weights and inputs: random states and autocast."""
+class ForwardContext(NamedTuple):
+    """The state that a forward depends on besides weights and inputs: random states and autocast."""
 
     rng: dict[str, Any]
     autocast: dict[str, tuple[bool, torch.dtype]]
 
     @classmethod
-    def now(cls, modules: Iterable[nn.Module], libraries: bool = True) -> Surroundings:
-        """As they are now for a model of these modules; without `libraries`, the random states of Python and numpy,
-        which take long, are missing.
+    def capture(cls, modules: Iterable[nn.Module], libraries: bool = True) -> ForwardContext:
+        """The current context of a model with these modules. `libraries=False` leaves out the random states of Python
+        and numpy, which take long to copy.
         """
         devices = _devices(modules)
         return cls(
@@ -123,25 +124,25 @@ class Surroundings(NamedTuple):
             {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices},
         )
 
-    def meets_autocast(self) -> bool:
-        """Whether autocast was on or is on now."""
+    def involves_autocast(self) -> bool:
+        """Return True if autocast was on or is on now."""
         return any(enabled or torch.is_autocast_enabled(device) for device, (enabled, _) in self.autocast.items())
 
-    def drawn_from(self) -> bool:
-        """Whether someone has drawn from the generators of Python or numpy since."""
+    def libraries_drew(self) -> bool:
+        """Return True if the generators of Python or numpy were used since."""
         now = _rng_state([], True)
         return any(_flat(now[name]) != _flat(self.rng.get(name, ())) for name in ("python", "numpy") if name in now)
 
 
 def _devices(modules: Iterable[nn.Module]) -> list[str]:
-    """The types of devices on which parameters are, the processor always among them."""
+    """The device types of the parameters, and always the CPU."""
     parameters = (one for module in modules for one in module._parameters.values() if one is not None)
     others = {one.device.type for one in parameters if not one.is_cpu} - {"meta"}
     return ["cpu", *sorted(others)]
 
 
 def _rng_state(devices: Iterable[str], libraries: bool) -> dict[str, Any]:
-    """Random states of every device of the given types, of Python, and of numpy if in use."""
+    """Random states of all devices of the given types, of Python, and of numpy if it is loaded."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if libraries:
         state["python"] = random.getstate()
@@ -153,7 +154,7 @@ def _rng_state(devices: Iterable[str], libraries: bool) -> dict[str, Any]:
 
 
 def _flat(state: Iterable[Any]) -> list[Any]:
-    """A state of Python's or numpy's generator with its array, if any, as a list."""
+    """The state of a generator of Python or numpy as a list that can be compared."""
     return [part.tolist() if hasattr(part, "tolist") else part for part in state]
 
 
@@ -171,21 +172,21 @@ def replay(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    surroundings: Surroundings,
+    context: ForwardContext,
     layers: Iterable[Recording],
-    census: Census,
+    modules: ModuleLists,
 ) -> None:
-    """One forward of `model` under `surroundings` that `layers` record, leaving nothing else behind."""
+    """Run one forward of `model` in `context`. `layers` record it; nothing else changes."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    if not any(layer.training for layer in census.recorders):
-        raise NothingToRecord(f"rerecord: {nothing_records(model)}")
+    if not any(layer.training for layer in modules.recorders):
+        raise NothingToRecord(f"rerecord: {explain_no_recorder(model)}")
     with (
         torch.no_grad(),
-        deliberate,
-        recorded_by(census.recorders, layers),
-        buffers_restored(census.without_record(model)),
-        _rng(surroundings.rng),
-        _autocast(surroundings.autocast) if surroundings.meets_autocast() else nullcontext(),
+        not_recomputed,
+        recorded_by(modules.recorders, layers),
+        buffers_restored(modules.not_recording(model)),
+        _rng(context.rng),
+        _autocast(context.autocast) if context.involves_autocast() else nullcontext(),
     ):
         inner(*args, **kwargs)
 
@@ -194,7 +195,7 @@ def replay(
 def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
     with ExitStack() as stack:
         for device, (enabled, dtype) in states.items():
-            # With the cache on, a nested autocast would hand out the weights of before the step.
+            # With the cache, a nested autocast would return the weights from before the step.
             stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
         yield
 
@@ -211,7 +212,7 @@ def _rng(state: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def buffers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put back every buffer of `modules` that changes: running statistics, power iterations, counters, code books."""
+    """Context manager that restores every buffer of `modules`: running statistics, power iterations, counters."""
     kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
     for module in modules:
         for name, buffer in module._buffers.items():
@@ -222,24 +223,24 @@ def buffers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module, name, buffer, value in kept:
             module._buffers[name] = buffer
-            # Through .data, whose writes autograd does not count: for a graph that saved the buffer, nothing changed.
+            # Autograd does not count writes through .data, so a graph that saved the buffer stays valid.
             buffer.data.copy_(value)
 
 
-def nothing_records(model: nn.Module) -> str:
-    """Why a forward of `model` would record nothing, and what to do."""
+def explain_no_recorder(model: nn.Module) -> str:
+    """Say why a forward of `model` would record nothing, and what to do."""
     name = type(model).__name__
     if any(recorders(model)):
         return f"every memorized layer of {name} is in eval mode and records nothing. Call model.train() first."
     kinds = sorted({type(module).__name__ for module in model.modules() if "Norm" in type(module).__name__})
     if "SyncBatchNorm" in kinds:
         return f"{name} has no layer that records statistics; its norms are {', '.join(kinds)}. {ADVICE}"
-    found = f"its norms are {', '.join(kinds)}" if kinds else "it has no norm at all"
+    found = f"its norms are {', '.join(kinds)}" if kinds else "it has no norm"
     return f"{name} has no layer that records statistics; {found}. Call memnorm.convert(model) first."
 
 
 def batches_recorded(model: nn.Module) -> dict[str, int]:
-    """By name; what waits to be exchanged between processes is recorded, too."""
+    """The number of recorded batches by layer name, including those not yet exchanged between processes."""
     found = {}
     for name, layer in named_recorders(model).items():
         count = getattr(layer, "num_batches_tracked", None)
@@ -248,8 +249,8 @@ def batches_recorded(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def never_called(model: nn.Module, recorded_before: dict[str, int]) -> str:
-    """Why the handle saw no forward before the first step, and which module to pass instead."""
+def explain_no_forward(model: nn.Module, recorded_before: dict[str, int]) -> str:
+    """Say why there was no forward of `model` before the first step, and which module to pass instead."""
     name = type(model).__name__
     direct = [layer for layer, count in batches_recorded(model).items() if count > recorded_before.get(layer, 0)]
     called = _common_parent(direct)
@@ -261,13 +262,13 @@ def never_called(model: nn.Module, recorded_before: dict[str, int]) -> str:
     reached = "its layers ran without it" if direct else "none of its layers ran in training mode"
     return (
         f"double_forward: the optimizer stepped, but {name} itself was never called ({reached}). Pass the module that "
-        "the loop calls; of a model compiled by torch.compile or wrapped by DistributedDataParallel, that is the "
+        "the loop calls; if the model is compiled by torch.compile or wrapped in DistributedDataParallel, that is the "
         "wrapper."
     )
 
 
 def _common_parent(names: list[str]) -> str:
-    """The path of the innermost module that contains all the named ones: of a.b.x and a.b.y, a.b."""
+    """The path of the innermost module that contains all named modules: a.b for a.b.x and a.b.y."""
     parents = [name.split(".")[:-1] for name in names]
     shared = []
     for parts in zip(*parents, strict=False):

@@ -1,4 +1,4 @@
-"""Strength over training time: a small λ while the weights move fast, a large one when they have settled."""
+"""A schedule of the strength λ: small while the weights change fast, large towards the end of training."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class StrengthSchedule:
             optimizer.step()
             schedule.step()
 
-    The default is the paper's: 0.1, then 0.5 from 40 % and 0.9 from 60 % of the training on. `step()` may as well be
+    The default is the paper's: 0.1, then 0.5 from 40 % and 0.9 from 60 % of the training on. `step()` can also be
     called once per epoch, with `total_steps` in epochs.
 
     Args:
-        model: holds at least one memorized layer; layers converted later are included from the next change on.
+        model: has at least one memorized layer; layers converted later are included from the next change on.
         total_steps: number of `step()` calls in the whole training.
         milestones: where the value changes; a float is a fraction of `total_steps`, an int a number of steps.
-        values: one strength more than there are milestones.
+        values: the strengths; one more than there are milestones.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class StrengthSchedule:
         self._apply()
 
     def get_last_strength(self) -> float:
-        """The strength that the layers have now."""
+        """The current strength."""
         return self.values[bisect_right(self.milestones, self.last_step)]
 
     def step(self) -> None:
-        """Count one step; touches the layers only where the value changes."""
+        """Count one step, and set the strength of the layers if it changes."""
         check_kept(self._model, self._names, "StrengthSchedule", modules_of(self._model))
         before = self.get_last_strength()
         self.last_step += 1
@@ -76,7 +76,7 @@ class StrengthSchedule:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, and set the layers accordingly."""
+        """Resume from a `state_dict` and set the strength of the layers."""
         missing = self.state_dict().keys() ^ state_dict.keys()
         if missing:
             raise OptionError(f"StrengthSchedule: not a state of this schedule; missing or unknown: {sorted(missing)}")
@@ -88,7 +88,7 @@ class StrengthSchedule:
         if not layers:
             stripped = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._model.modules())
             raise NothingToRecord(
-                f"StrengthSchedule: {type(self._model).__name__} has no memorized layer whose strength could be set. "
+                f"StrengthSchedule: {type(self._model).__name__} has no memorized layer. "
                 f"{ADVICE if stripped else 'Call memnorm.convert(model) first.'}"
             )
         self._names = list(layers)

@@ -1,5 +1,6 @@
-"""Layers of ours that have become SyncBatchNorm since: `convert_sync_batchnorm` takes every batch norm, the memorized
-ones as well, and says nothing. Double-Forward and the schedule notice at their next step, the model when it is saved.
+"""Detect memorized layers that `convert_sync_batchnorm` has replaced: it replaces every batch norm without a warning.
+
+Double-Forward and the strength schedule check this at every step, and the model when it is saved.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ ADVICE = (
 
 
 def check_kept(model: nn.Module, names: Iterable[str], caller: str, modules: Iterable[nn.Module]) -> None:
-    """Complain if any of the named layers, which recorded once, is a SyncBatchNorm now. `modules`: all that do not
-    record.
-    """
+    """Raise an error if any of the named layers is now a SyncBatchNorm. `modules` are all that do not record."""
     if nn.SyncBatchNorm not in map(type, modules):
         return
     now = dict(model.named_modules())
@@ -30,7 +29,7 @@ def check_kept(model: nn.Module, names: Iterable[str], caller: str, modules: Ite
 
 
 def watch_saving(model: nn.Module) -> None:
-    """Let `model.state_dict()` say so, too: a training without Double-Forward and schedule has no other moment."""
+    """Check for replaced layers in `model.state_dict()`, too, for training without Double-Forward and schedule."""
     model.register_state_dict_pre_hook(report_stripped)
 
 
@@ -43,14 +42,16 @@ def unwatch_saving(model: nn.Module) -> None:
 
 
 def report_stripped(model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-    """`convert` leaves no SyncBatchNorm behind, so one that is there came later."""
-    lost = [name for name, layer in model.named_modules() if type(layer) is nn.SyncBatchNorm and not _changed(layer)]
+    """Warn about every SyncBatchNorm: `convert` leaves none in the model, so it was created later."""
+    lost = [
+        name for name, layer in model.named_modules() if type(layer) is nn.SyncBatchNorm and not _was_skipped(layer)
+    ]
     if lost:
         warn(f"state_dict: {_listing(lost)} of {type(model).__name__} came after memnorm.convert. {ADVICE}")
 
 
-def _changed(layer: Any) -> bool:
-    """Whether someone gave the layer a forward of its own, for which `convert` leaves it alone."""
+def _was_skipped(layer: Any) -> bool:
+    """Return True if the layer has its own forward, so that `convert` has skipped it."""
     return "forward" in layer.__dict__
 
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from support import images, labels, small_net
+from helpers.common import images, labels, small_net
 from torch import nn
 from torch.nn.utils import prune
 

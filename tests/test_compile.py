@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
-from support import assert_same_state, images, small_net
-from tooling import double, residual_net, resnet, step
+from helpers.common import assert_same_state, images, small_net
+from helpers.torch_tools import double, residual_net, resnet, step
 
 import memnorm
 

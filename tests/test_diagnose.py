@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from estimating import (
+from helpers.common import images, randn
+from helpers.estimation import (
     DATA,
     NORMS,
     Keyword,
@@ -20,7 +21,6 @@ from estimating import (
     moments,
     not_finite,
 )
-from support import images, randn
 from torch import nn
 
 import memnorm
@@ -218,7 +218,7 @@ def test_the_verdict_names_the_worst_layer():
     net = settled(deep_net(NORMS["plain"]), DATA)
     net[4].running_mean.add_(1000)
     verdict = diagnose(net, [DATA], show=False).verdict
-    assert re.search(r"Running statistics are stale: in 4 they are \d{2,}\.\d\d standard deviations", verdict)
+    assert re.search(r"Running statistics are stale: in 4 they differ by \d{2,}\.\d\d standard deviations", verdict)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -293,11 +293,11 @@ def test_an_iterator_of_batches_can_be_diagnosed():
     assert diagnose(net, iter(DATA.split(10)), show=False) == diagnose(net, DATA.split(10), show=False)
 
 
-def test_a_diagnosis_without_batches_is_refused_in_words():
-    with pytest.raises(NothingToRecord, match="diagnose: there is no batch; pass a few, of the size used in training"):
+def test_a_diagnosis_without_batches_is_an_error():
+    with pytest.raises(NothingToRecord, match="diagnose: there is no batch; pass a few of the training size"):
         diagnose(deep_net(NORMS["plain"]), [])
 
 
-def test_a_diagnosis_that_reaches_no_norm_is_refused_in_words():
+def test_a_diagnosis_that_reaches_no_norm_is_an_error():
     with pytest.raises(NothingToRecord, match="no batch norm was reached"):
         diagnose(deep_net(NORMS["plain"]), [DATA], forward=lambda model, batch: batch)

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from remembering import batch, sgd, train_step
-from support import randn, small_net
+from helpers.common import randn, small_net
+from helpers.double_forward import batch, sgd, train_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -177,7 +177,7 @@ def test_going_back_to_batch_norm_ends_the_exchange():
 def test_layers_that_went_away_are_reported_at_the_next_step():
     net, optimizer, _ = exchanged()
     net[0] = nn.BatchNorm1d(3)
-    with pytest.raises(NothingToRecord, match="are gone"):
+    with pytest.raises(NothingToRecord, match="no memorized layers any more"):
         train_step(net, optimizer, batch(0))
 
 
@@ -212,7 +212,7 @@ def test_an_exchange_whose_optimizer_no_longer_steps_is_reported():
     other = sgd(net)
     for step in range(3):
         train_step(net, other, batch(step))
-    with pytest.raises(MemnormError, match=r"recorded 3 batches without a step .* remove\(\) the handle"):
+    with pytest.raises(MemnormError, match=r"recorded 3 batches without a step .* remove\(\) on the handle"):
         train_step(net, other, batch(3))
 
 

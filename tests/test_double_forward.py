@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from remembering import accumulate, assert_remembers, batch, sgd, train_step, transparent_net
-from support import assert_same_state, images, labels, randn, small_net
+from helpers.common import assert_same_state, images, labels, randn, small_net
+from helpers.double_forward import accumulate, assert_remembers, attached, batch, sgd, train_step, transparent_net
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memnorm
+from memnorm.errors import OptionError
 from memnorm.replay import recorders
 
 
@@ -62,28 +63,12 @@ def test_it_equals_the_scheme_written_by_hand():
         assert_same_state(ours, manual)
 
 
-def test_without_it_the_training_forward_records():
-    model = transparent_net()
-    model(batch(1))
-    assert_remembers(model, batch(1))
-
-
 def test_the_training_forward_records_nothing():
-    model = transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
+    model, optimizer = attached()
     before = copy.deepcopy(model)
     accumulate(model, batch(1))
     assert_same_state(model, before)
     assert optimizer.state == {}
-
-
-def test_a_step_records_exactly_one_batch_in_every_layer():
-    model = classifier()
-    optimizer = momentum_sgd(model)
-    memnorm.double_forward(model, optimizer)
-    classify(model, optimizer, seed=1)
-    assert recorded(model) == [1, 1]
 
 
 def test_the_recorded_moments_are_those_under_the_new_weights():
@@ -97,9 +82,7 @@ def test_the_recorded_moments_are_those_under_the_new_weights():
 
 
 def test_accumulated_micro_batches_are_one_entry_each_newest_first():
-    model = transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
+    model, optimizer = attached()
     for seed in (1, 2, 3):
         accumulate(model, batch(seed))
     optimizer.step()
@@ -111,7 +94,7 @@ def test_accumulated_micro_batches_are_one_entry_each_newest_first():
 
 @pytest.mark.parametrize("by_keyword", [False, True], ids=["positional", "keyword"])
 @pytest.mark.parametrize("set_to_none", [False, True], ids=["zeros", "none"])
-def test_of_the_evaluations_of_a_closure_only_the_last_is_recorded(by_keyword, set_to_none):
+def test_only_the_last_evaluation_of_a_closure_is_recorded(by_keyword, set_to_none):
     model = transparent_net()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=3)
     memnorm.double_forward(model, optimizer)
@@ -133,9 +116,7 @@ def test_of_the_evaluations_of_a_closure_only_the_last_is_recorded(by_keyword, s
 
 
 def test_a_closure_leaves_batches_accumulated_before_the_step_in_place():
-    model = transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
+    model, optimizer = attached()
     accumulate(model, batch(1))
     optimizer.step(lambda: accumulate(model, batch(2)))
     assert_remembers(model, batch(2), batch(1))
@@ -175,22 +156,8 @@ def test_an_optimizer_that_steps_again_does_not_wait_for_the_other():
 # Several forwards for one step, as a GAN's discriminator has them
 
 
-def test_each_forward_with_a_backward_of_its_own_is_recorded():
-    model = transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
-    for first in (1, 3):
-        optimizer.zero_grad()
-        accumulate(model, batch(first))
-        accumulate(model, batch(first + 1))
-        optimizer.step()
-    assert_remembers(model, batch(4), batch(3), batch(2), batch(1))
-
-
 def test_all_forwards_of_one_backward_are_recorded():
-    model = transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
+    model, optimizer = attached()
     (model(batch(1)).mean() - model(batch(2)).mean() + model(batch(3)).square().mean()).backward()
     optimizer.step()
     assert_remembers(model, batch(3), batch(2), batch(1))
@@ -204,9 +171,7 @@ def penalty(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_forward_for_a_gradient_penalty_is_recorded_with_the_others():
-    model = transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
+    model, optimizer = attached()
     critic = model(batch(1)).mean() - model(batch(2)).mean()
     (critic + penalty(model, batch(3))).backward()
     optimizer.step()
@@ -214,9 +179,7 @@ def test_a_forward_for_a_gradient_penalty_is_recorded_with_the_others():
 
 
 def test_a_forward_for_a_gradient_penalty_is_cleared_with_the_others():
-    model = transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
+    model, optimizer = attached()
     (model(batch(1)).mean() + penalty(model, batch(2))).backward()
     train_step(model, optimizer, batch(3))
     assert_remembers(model, batch(3))
@@ -224,9 +187,7 @@ def test_a_forward_for_a_gradient_penalty_is_cleared_with_the_others():
 
 def test_a_forward_whose_gradients_were_cleared_is_not_recorded():
     """The generator's phase goes through the discriminator as well, but its gradients are in no step of it."""
-    model = transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
+    model, optimizer = attached()
     train_step(model, optimizer, batch(1))
     accumulate(model, batch(2).requires_grad_())
     train_step(model, optimizer, batch(3))
@@ -234,19 +195,15 @@ def test_a_forward_whose_gradients_were_cleared_is_not_recorded():
 
 
 def test_a_forward_without_a_backward_is_not_recorded():
-    """A loop that leaves out a batch whose loss it does not like."""
-    model = transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
+    """The loop skips the batch, for instance because of its loss."""
+    model, optimizer = attached()
     model(batch(1))
     train_step(model, optimizer, batch(2))
     assert_remembers(model, batch(2))
 
 
 def test_a_forward_inside_recording_off_is_not_recorded_later():
-    model = transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
+    model, optimizer = attached()
     with memnorm.recording(model, False):
         accumulate(model, batch(1))
     optimizer.step()
@@ -262,10 +219,231 @@ def test_a_layer_whose_recording_is_off_is_not_recorded_by_the_second_forward():
     assert recorded(model) == [0, 1]
 
 
+# Batches without a gradient in the step
+
+
+@pytest.mark.parametrize("clear", ["before the attack", "after the attack"])
+def test_the_forwards_of_an_adversarial_attack_are_not_recorded(clear):
+    model, optimizer = attached()
+    for step in range(2):
+        if clear == "before the attack":
+            optimizer.zero_grad()
+        x = batch(step).requires_grad_()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(model(x).pow(2).sum(), x)
+            x = (x + 0.1 * gradient.sign()).detach().requires_grad_()
+        if clear == "after the attack":
+            optimizer.zero_grad()
+        model(x.detach()).pow(2).sum().backward()
+        optimizer.step()
+    assert int(model[0].num_batches_tracked) == 2
+
+
+def test_an_attack_between_accumulated_batches_is_not_recorded():
+    model, optimizer = attached()
+    model(batch(1)).mean().backward()
+    x = batch(2).requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)
+    model(batch(3)).mean().backward()
+    optimizer.step()
+    assert_remembers(model, batch(3), batch(1))
+
+
+def test_a_batch_whose_graph_is_used_again_after_backward_is_recorded():
+    model, optimizer = attached()
+    x = batch(1).requires_grad_()
+    loss = model(x).mean()
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, x)
+    optimizer.step()
+    assert_remembers(model, batch(1))
+
+
+def test_a_forward_through_frozen_parameters_is_not_recorded():
+    """The generator's phase of a GAN that freezes its discriminator."""
+    model, optimizer = attached()
+    model.requires_grad_(False)
+    model(batch(1).requires_grad_()).mean().backward()
+    model.requires_grad_(True)
+    model(batch(2)).mean().backward()
+    optimizer.step()
+    assert_remembers(model, batch(2))
+
+
+def test_gradients_cleared_just_before_the_step_are_not_in_it():
+    model, optimizer = attached()
+    model(batch(1)).mean().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_remembers(model)
+
+
+def test_a_batch_whose_backward_raised_is_not_recorded():
+    model, optimizer = attached()
+    raising = model[1].weight.register_hook(lambda _gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(1)).mean().backward()
+    raising.remove()
+    train_step(model, optimizer, batch(2))
+    assert_remembers(model, batch(2))
+
+
+def test_an_optimizer_that_steps_inside_backward_is_followed_by_a_second_forward():
+    model, optimizer = attached()
+    last = next(iter(model.parameters()))  # the first layer's gradient arrives last
+    last.register_post_accumulate_grad_hook(lambda _parameter: optimizer.step())
+    for seed in (1, 2):
+        model(batch(seed)).mean().backward()
+    assert_remembers(model, batch(2), batch(1))
+
+
+def test_an_optimizer_that_steps_every_other_time_loses_no_batch():
+    model = transparent_net()
+    parameters = list(model.parameters())
+    often, seldom = (torch.optim.SGD(part, lr=0.1) for part in (parameters[:2], parameters[2:]))
+    handle = memnorm.double_forward(model, [often, seldom])
+    for step in range(6):
+        often.zero_grad(), seldom.zero_grad()
+        model(batch(step)).mean().backward()
+        often.step()
+        if step % 2:
+            seldom.step()
+    assert_remembers(model, *(batch(step) for step in (5, 4, 3, 2, 1, 0)))
+    assert handle.steps <= 6
+
+
+def test_two_models_may_share_an_optimizer_and_not_run_at_first():
+    used, unused = transparent_net(), transparent_net()
+    optimizer = torch.optim.SGD([*used.parameters(), *unused.parameters()], lr=0.1)
+    memnorm.double_forward(used, optimizer)
+    memnorm.double_forward(unused, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        used(batch(step)).mean().backward()
+        if step == 2:
+            unused(batch(9)).mean().backward()
+        optimizer.step()
+    assert_remembers(used, batch(2), batch(1), batch(0))
+    assert_remembers(unused, batch(9))
+
+
+def test_fraction_without_a_batch_dimension_is_an_error():
+    class OfList(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = memnorm.convert(small_net())
+
+        def forward(self, pictures):
+            return self.net(torch.stack(pictures))
+
+    model = OfList()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memnorm.double_forward(model, optimizer, fraction=0.5)
+    model(list(images(4, seed=1))).mean().backward()
+    with pytest.raises(OptionError, match="fraction needs a tensor with a batch dimension"):
+        optimizer.step()
+
+
+# Steps that a GradScaler skips
+
+
+def scaled_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    *batches: Tensor,
+    overflow: bool = False,
+    clear: str = "before",
+    set_to_none: bool = True,
+) -> None:
+    """One step over `batches`, its gradients cleared before the forwards, between forward and backward, or after."""
+    if clear == "before":
+        optimizer.zero_grad(set_to_none)
+    for index, x in enumerate(batches):
+        loss = model(x).square().mean()
+        if clear == "between" and index == 0:
+            optimizer.zero_grad(set_to_none)
+        scaler.scale(loss).backward()
+    if overflow:
+        next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+    scaler.step(optimizer)
+    scaler.update()
+    if clear == "after":
+        optimizer.zero_grad(set_to_none)
+
+
+def new_scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=4.0)
+
+
+@pytest.mark.parametrize("clear", ["before", "between", "after"])
+@pytest.mark.parametrize("passed", [True, False], ids=["scaler=, zeros", "no scaler=, none"])
+def test_the_batches_of_a_skipped_step_never_enter_the_memory(passed, clear):
+    model, scaler = transparent_net(), new_scaler()
+    optimizer = sgd(model)
+    memnorm.double_forward(model, optimizer, scaler=scaler if passed else None)
+    options = {"clear": clear, "set_to_none": not passed}
+    scaled_step(model, optimizer, scaler, batch(1), **options)
+    scaled_step(model, optimizer, scaler, batch(2), batch(3), overflow=True, **options)
+    scaled_step(model, optimizer, scaler, batch(4), overflow=True, **options)
+    assert_remembers(model, batch(1))
+    scaled_step(model, optimizer, scaler, batch(5), batch(6), **options)
+    assert_remembers(model, batch(6), batch(5), batch(1))
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_a_fused_optimizer_that_skips_inside_its_step_records_nothing(optimizer_class):
+    model, scaler = transparent_net(), new_scaler()
+    optimizer = optimizer_class(model.parameters(), lr=0.01, fused=True)
+    memnorm.double_forward(model, optimizer)
+    steps: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(...))
+    scaled_step(model, optimizer, scaler, batch(1), set_to_none=False)
+    scaled_step(model, optimizer, scaler, batch(2), overflow=True, set_to_none=False)
+    assert len(steps) == 2, "the hook fires although nothing moved: else this test is pointless"
+    assert_remembers(model, batch(1))
+    scaled_step(model, optimizer, scaler, batch(3), set_to_none=False)
+    assert_remembers(model, batch(3), batch(1))
+
+
+# Inputs that are overwritten before the step
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+def test_an_input_changed_by_the_model_is_replayed_as_it_was():
+    model, optimizer = attached(Doubling())
+    train_step(model, optimizer, batch(1))
+    assert_remembers(model, 2 * batch(1))
+
+
+def test_an_input_overwritten_by_the_loop_is_replayed_as_it_was():
+    model, optimizer = attached()
+    static = torch.empty(4, 3)
+    for seed in (1, 2):
+        accumulate(model, static.copy_(batch(seed)))
+    static.zero_()
+    optimizer.step()
+    assert_remembers(model, batch(2), batch(1))
+
+
+def test_a_list_emptied_by_the_model_is_replayed_as_it_was():
+    class Popping(nn.Module):
+        def forward(self, xs: list[Tensor]) -> Tensor:
+            return xs.pop()
+
+    model, optimizer = attached(Popping())
+    train_step(model, optimizer, [batch(1)])  # type: ignore[arg-type]
+    assert_remembers(model, batch(1))
+
+
 # Arguments and outputs
 
 
-class Recalling(nn.Module):
+class CallRecorder(nn.Module):
     """Keeps the arguments of every call."""
 
     def __init__(self) -> None:
@@ -278,7 +456,7 @@ class Recalling(nn.Module):
 
 
 def test_the_second_forward_gets_the_same_arguments():
-    model = Recalling()
+    model = CallRecorder()
     optimizer = sgd(model)
     memnorm.double_forward(model, optimizer)
     nested = {"pair": (randn(4, seed=3), "text")}
@@ -327,25 +505,15 @@ def test_the_model_may_return_anything(wrap):
 # every, fraction
 
 
-def test_every_third_step_has_a_second_forward():
-    model = classifier()
-    optimizer = momentum_sgd(model)
-    memnorm.double_forward(model, optimizer, every=3)
+def test_every_step_records_one_batch_and_every_third_has_a_second_forward():
+    model, optimizer = attached(every=3)
     shapes = count_forwards(model)
     totals = []
     for seed in range(7):
-        classify(model, optimizer, seed)
+        train_step(model, optimizer, batch(seed))
         totals.append(len(shapes))
     assert totals == [1, 2, 4, 5, 6, 8, 9]
-
-
-def test_every_step_records_one_batch_with_a_second_forward_or_without():
-    model = transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer, every=3)
-    for seed in range(1, 5):
-        train_step(model, optimizer, batch(seed))
-    assert_remembers(model, batch(4), batch(3), batch(2), batch(1))
+    assert_remembers(model, *(batch(seed) for seed in reversed(range(7))))
 
 
 def test_a_step_without_second_forward_records_the_moments_under_the_old_weights():
@@ -358,7 +526,7 @@ def test_a_step_without_second_forward_records_the_moments_under_the_old_weights
 
 
 def test_fraction_takes_the_same_rows_of_every_tensor_of_the_batch_and_leaves_others_whole():
-    model = Recalling()
+    model = CallRecorder()
     optimizer = sgd(model)
     memnorm.double_forward(model, optimizer, fraction=0.5)
     row = torch.arange(8)
@@ -373,7 +541,7 @@ def test_fraction_takes_the_same_rows_of_every_tensor_of_the_batch_and_leaves_ot
 
 
 def test_fraction_takes_distinct_rows_that_change_from_step_to_step():
-    model = Recalling()
+    model = CallRecorder()
     optimizer = sgd(model)
     memnorm.double_forward(model, optimizer, fraction=0.5)
     for _ in range(6):
@@ -391,21 +559,3 @@ def test_fraction_takes_at_least_two_images():
     shapes = count_forwards(model)
     classify(model, optimizer, seed=1)
     assert [shape[0] for shape in shapes] == [4, 2]
-
-
-def test_a_resumed_run_goes_on_alike():
-    model = classifier()
-    optimizer = momentum_sgd(model)
-    handle = memnorm.double_forward(model, optimizer, every=2, fraction=0.5)
-    for seed in range(3):
-        classify(model, optimizer, seed)
-    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), handle.state_dict()])
-    resumed = classifier()
-    resumed_sgd = momentum_sgd(resumed)
-    resumed_handle = memnorm.double_forward(resumed, resumed_sgd, every=2, fraction=0.5)
-    for target, state in zip((resumed, resumed_sgd, resumed_handle), saved, strict=True):
-        target.load_state_dict(state)
-    for seed in range(3, 7):
-        classify(model, optimizer, seed)
-        classify(resumed, resumed_sgd, seed)
-        assert_same_state(model, resumed)

@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from estimating import (
+from helpers.common import assert_same_state, images, randn, small_net
+from helpers.estimation import (
     DATA,
     NORMS,
     TARGET,
@@ -20,7 +21,6 @@ from estimating import (
     not_finite,
     statistics,
 )
-from support import assert_same_state, images, randn, small_net
 from torch import nn
 
 import memnorm
@@ -204,7 +204,7 @@ def test_max_passes_gives_up_earlier():
 
 
 @pytest.mark.parametrize("max_passes", [0, -1])
-def test_max_passes_below_one_is_refused_in_words(max_passes):
+def test_max_passes_below_one_is_an_error(max_passes):
     with pytest.raises(OptionError, match="max_passes"):
         recalibrate(deep_net(NORMS["plain"]), [DATA], passes="exact", max_passes=max_passes)
 
@@ -281,12 +281,12 @@ def test_a_norm_called_by_keyword_is_seen():
 
 
 @pytest.mark.parametrize("passes", [1, "exact"])
-def test_no_batch_at_all_is_refused_in_words(passes):
+def test_no_batch_at_all_is_an_error(passes):
     with pytest.raises(NothingToRecord, match="there is no batch: pass an iterable of batches"):
         recalibrate(deep_net(NORMS["plain"]), [], passes=passes)
 
 
-def test_batches_that_reach_no_norm_are_refused_in_words():
+def test_batches_that_reach_no_norm_are_errors():
     with pytest.raises(NothingToRecord, match="no batch norm was reached"):
         recalibrate(deep_net(NORMS["plain"]), [DATA], forward=lambda model, batch: batch)
 
@@ -297,18 +297,18 @@ def test_batches_that_reach_no_norm_are_refused_in_words():
     [nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.GroupNorm(2, 4), nn.LazyBatchNorm1d()],
     ids=["no norm", "no statistics", "GroupNorm", "lazy"],
 )
-def test_a_model_without_running_statistics_is_refused_in_words(call, model):
-    with pytest.raises(NothingToRecord, match=rf"{call.__name__}: {type(model).__name__} has no batch norm whose"):
+def test_a_model_without_running_statistics_is_an_error(call, model):
+    with pytest.raises(NothingToRecord, match=rf"{call.__name__}: {type(model).__name__} has no batch norm with"):
         call(model, [DATA.float()])
 
 
-def test_exact_statistics_from_an_iterator_are_refused_in_words():
-    with pytest.raises(OptionError, match=r"goes through the batches repeatedly, and an iterator .* pass a list"):
+def test_exact_statistics_from_an_iterator_are_an_error():
+    with pytest.raises(OptionError, match=r"needs the batches several times, and an iterator .* pass a list"):
         recalibrate(deep_net(NORMS["plain"]), iter([DATA]), passes="exact")
 
 
 @pytest.mark.parametrize("passes", [0, 2, "all", None])
-def test_another_number_of_passes_is_refused_in_words(passes):
+def test_another_number_of_passes_is_an_error(passes):
     with pytest.raises(OptionError, match=rf"passes must be 1 or \"exact\"; got {passes!r}"):
         recalibrate(deep_net(NORMS["plain"]), [DATA], passes=passes)
 
@@ -317,7 +317,7 @@ def test_another_number_of_passes_is_refused_in_words(passes):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_batch_that_is_not_finite_is_left_out_with_a_warning(norm, value):
     net, expected = deep_net(norm), deep_net(norm)
-    with pytest.warns(MemnormWarning, match="1 batch is not finite in '1': left out"):
+    with pytest.warns(MemnormWarning, match="1 batch is not finite in '1': skipped"):
         recalibrate(net, [DATA[:15], not_finite(value), DATA[15:]])
     recalibrate(expected, [DATA[:15], DATA[15:]])
     torch.testing.assert_close(statistics(net), statistics(expected), rtol=0, atol=0)

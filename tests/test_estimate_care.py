@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from estimating import (
+from helpers.common import assert_same_state, images, randn, small_net
+from helpers.estimation import (
     DATA,
     NORMS,
     TARGET,
@@ -19,7 +20,6 @@ from estimating import (
     moments,
     statistics,
 )
-from support import assert_same_state, images, randn, small_net
 from torch import nn
 
 import memnorm
@@ -268,7 +268,7 @@ def test_adapt_reverts_in_a_model_that_was_cast_meanwhile():
 
 @pytest.mark.parametrize("tool", [memnorm.recalibrate, memnorm.diagnose, memnorm.adapt], ids=lambda tool: tool.__name__)
 @pytest.mark.parametrize("batches", [images(4, seed=0), None], ids=["tensor", "None"])
-def test_what_is_no_collection_of_batches_is_refused_in_words(tool, batches):
+def test_what_is_no_collection_of_batches_is_an_error(tool, batches):
     with pytest.raises(OptionError, match="expected an iterable of batches"):
         tool(small_net(), batches)
 
@@ -279,6 +279,6 @@ def test_what_is_no_collection_of_batches_is_refused_in_words(tool, batches):
     ids=["convert", "to_batchnorm", "summary", "recalibrate"],
 )
 @pytest.mark.parametrize("model", [nn.BatchNorm2d, "net", None], ids=str)
-def test_what_is_no_module_is_refused_in_words(call, model):
+def test_what_is_no_module_is_an_error(call, model):
     with pytest.raises(DTypeError, match=r"expected a torch.nn.Module, got"):
         call(model)

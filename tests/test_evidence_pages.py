@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from evidencekit import (
+from helpers.evidence import (
     BENCH,
     BETTER,
     CHEAPER,
@@ -344,7 +344,7 @@ def test_the_same_records_give_the_same_bytes(pages, tmp_path):
 
 
 def test_the_report_is_on_the_runs_of_the_studies_and_no_others(pages, tmp_path):
-    from reportkit import fabricate
+    from helpers.reports import fabricate
 
     from memnorm.lab.spec import RunSpec
 

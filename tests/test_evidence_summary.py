@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from evidencekit import BETTER, FIRST, HEADLINE, LONG, TINY, WORSE, cells_of, found, record, study, write
+from helpers.evidence import BETTER, FIRST, HEADLINE, LONG, TINY, WORSE, cells_of, found, record, study, write
 
 ROOT = Path(__file__).resolve().parent.parent
 

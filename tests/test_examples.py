@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from optional import library
+from helpers.optional import library
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name != "digits.py")

@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 import torch
-from exporting import MANY, assert_folded, in_onnx_runtime, quantized
-from support import assert_same_state, images
-from tooling import Layer, compute_on, double, resnet, trained
+from helpers.common import assert_same_state, images
+from helpers.export import MANY, assert_folded, in_onnx_runtime, quantized
+from helpers.torch_tools import Layer, compute_on, double, resnet, trained
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import LAYERS, leaf, processor_seconds, randn
+from helpers.common import LAYERS, leaf, processor_seconds, randn
 
 from memnorm.reference import ReferenceBatchNorm
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import LAYERS, SHAPES, leaf, randn, randomize
+from helpers.common import LAYERS, SHAPES, leaf, randn, randomize
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -115,7 +115,7 @@ def kernels(request, monkeypatch):
     return found
 
 
-def seasoned(shape, device, dtype=torch.float64, **options):
+def with_statistics(shape, device, dtype=torch.float64, **options):
     """A layer and the reference that remember the same two batches, with the same affine map."""
     layer, reference = LAYERS[len(shape)][0](shape[1], dtype=dtype, **options), ReferenceBatchNorm(shape[1])
     randomize(layer, seed=100)
@@ -179,7 +179,7 @@ def test_thirty_steps_equal_the_reference_in_outputs_gradients_and_statistics(ke
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 def test_every_layout_of_input_and_gradient_equals_the_reference(kernels, of_input, of_gradient, affine):
     shape = (4, 3, 5, 6)
-    layer, reference = seasoned(shape, kernels.device, affine=affine)
+    layer, reference = with_statistics(shape, kernels.device, affine=affine)
     x = leaf(shape, seed=3).detach().to(kernels.device).contiguous(memory_format=of_input).requires_grad_()
     probe = randn(*shape, seed=4).to(kernels.device).contiguous(memory_format=of_gradient)
     kernels.calls.clear()
@@ -194,7 +194,7 @@ def test_every_layout_of_input_and_gradient_equals_the_reference(kernels, of_inp
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_narrow_data_is_rounded_once_and_remembered_in_float32(kernels, dtype, narrow_layer, layout):
     shape = (4, 3, 5, 6)
-    layer, reference = seasoned(shape, kernels.device, dtype=dtype if narrow_layer else torch.float32)
+    layer, reference = with_statistics(shape, kernels.device, dtype=dtype if narrow_layer else torch.float32)
     x = leaf(shape, seed=3).detach().to(kernels.device, dtype).contiguous(memory_format=layout).requires_grad_()
     probe = randn(*shape, seed=4).to(kernels.device, dtype)
     kernels.calls.clear()
@@ -226,7 +226,7 @@ def test_weight_and_bias_are_optional_one_by_one(kernels, with_weight, with_bias
 
 
 def test_a_constant_input_costs_no_gradient_of_it(kernels):
-    layer, _ = seasoned((8, 3), kernels.device)
+    layer, _ = with_statistics((8, 3), kernels.device)
     y = layer(leaf((8, 3), seed=3).detach().to(kernels.device))
     kernels.calls.clear()
     y.square().sum().backward()
@@ -268,7 +268,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("how", ELSEWHERE)
 def test_what_the_kernels_cannot_take_is_composed_of_torch_operations(kernels, how):
-    layer, reference = seasoned((4, 3, 5), kernels.device)
+    layer, reference = with_statistics((4, 3, 5), kernels.device)
     layer.recording = False  # under functorch nothing can be written in place
     x = leaf((4, 3, 5), seed=3).detach()
     kernels.calls.clear()
@@ -279,7 +279,7 @@ def test_what_the_kernels_cannot_take_is_composed_of_torch_operations(kernels, h
 
 def test_the_environment_switches_them_off(kernels, monkeypatch):
     monkeypatch.setenv("MEMNORM_KERNELS", "off")
-    layer, reference = seasoned((4, 3, 5), kernels.device)
+    layer, reference = with_statistics((4, 3, 5), kernels.device)
     x = leaf((4, 3, 5), seed=3)
     probe = randn(4, 3, 5, seed=4).to(kernels.device)
     point = x.detach().to(kernels.device).requires_grad_()

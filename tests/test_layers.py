@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support import LAYERS, SHAPES, assert_same_output_and_gradients, leaf, randn, twins
+from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, leaf, randn, twins
 from torch import nn
 
 import memnorm

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import assert_same_output_and_gradients, leaf, randn, twins
+from helpers.common import assert_same_output_and_gradients, leaf, randn, twins
 
 import memnorm
 from memnorm.functional import batch_moments, constant_moments

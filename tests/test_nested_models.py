@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support import assert_same_state, randn, randomize
+from helpers.common import assert_same_state, randn, randomize
 from torch import Tensor, nn
 from torch.nn import functional as F
 

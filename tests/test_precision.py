@@ -8,8 +8,8 @@ import copy
 
 import pytest
 import torch
-from support import assert_same_state, images, labels, leaf, randn, small_net
-from tooling import Layer, compute_on, residual_net, step, trained
+from helpers.common import assert_same_state, images, labels, leaf, randn, small_net
+from helpers.torch_tools import Layer, compute_on, residual_net, step, trained
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm

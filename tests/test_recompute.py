@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support import leaf, randn
-from tooling import Layer, double
+from helpers.common import leaf, randn
+from helpers.torch_tools import Layer, double
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 

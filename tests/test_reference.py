@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import SHAPES, leaf, randn
+from helpers.common import SHAPES, leaf, randn
 from torch import nn
 
 from memnorm.reference import ReferenceBatchNorm, algorithm_1, alpha, memorized_moments, values_per_channel

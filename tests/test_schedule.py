@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from support import images, labels, leaf, randn, small_net
+from helpers.common import images, labels, leaf, randn, small_net
 from torch import nn
 
 import memnorm
@@ -214,8 +214,8 @@ def test_a_layer_without_statistics_is_passed_over():
     assert model(randn(4, 2, seed=0, dtype=torch.float32)).shape == (4, 2)
 
 
-def test_a_model_without_memorized_layers_is_refused_with_what_to_do():
-    with pytest.raises(NothingToRecord, match=r"Sequential has no memorized layer .* memnorm\.convert\(model\) first"):
+def test_a_model_without_memorized_layers_is_an_error_that_says_what_to_do():
+    with pytest.raises(NothingToRecord, match=r"Sequential has no memorized layer\. .*memnorm\.convert\(model\) first"):
         StrengthSchedule(small_net(), 10)
 
 
@@ -239,7 +239,7 @@ def test_a_model_without_memorized_layers_is_refused_with_what_to_do():
         (10, {"values": (1.5, 0.5, 0.9)}, r"strength must lie in \[0, 1\]; got 1\.5"),
     ],
 )
-def test_arguments_out_of_range_are_refused_in_words(total_steps, options, words):
+def test_arguments_out_of_range_are_errors(total_steps, options, words):
     with pytest.raises(OptionError, match=words):
         StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), total_steps, **options)
 
@@ -250,7 +250,7 @@ def test_a_later_value_out_of_range_is_refused_at_once(values):
         StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 10, values=values)
 
 
-def test_a_value_that_is_not_a_number_is_refused_in_words():
+def test_a_value_that_is_not_a_number_is_an_error():
     with pytest.raises(OptionError, match="high"):
         StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 10, values=(0.1, 0.5, "high"))
 

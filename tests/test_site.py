@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from optional import library
+from helpers.optional import library
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.slow

@@ -1,8 +1,9 @@
-"""Buffers: names, shapes, dtypes, copies, resets, and that they change in place only."""
+"""The state of memorized layers: buffers, casts, copies, resets, checkpoints, averages, files."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 from collections.abc import Iterator
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from states import (
+from helpers.common import assert_same_state, images, labels, randomize, small_net
+from helpers.optional import library
+from helpers.states import (
+    DECAY,
     MEMORY,
     NAMES,
     STRENGTH,
@@ -25,10 +29,14 @@ from states import (
     steps,
     trained,
 )
-from support import assert_same_state
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import memnorm
+from memnorm.functional import Moments, batch_moments, merge
+
+# Buffers
 
 CASTS = {
     "half()": lambda module: module.half(),
@@ -80,15 +88,6 @@ def half_by_default() -> Iterator[None]:
 def test_a_layer_built_under_a_narrow_default_dtype_has_statistics_in_float32():
     layer = Layer(C)
     assert {layer.get_buffer(name).dtype for name in ("running_mean", "running_var", *MEMORY)} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("cast", "dtype"),
-    [(nn.Module.half, torch.half), (nn.Module.bfloat16, torch.bfloat16), (nn.Module.double, torch.float64)],
-    ids=["half", "bfloat16", "double"],
-)
-def test_casting_converts_the_parameters(cast, dtype):
-    assert {parameter.dtype for parameter in cast(trained(dtype=torch.float32)).parameters()} == {dtype}
 
 
 def test_double_widens_every_statistic():
@@ -145,27 +144,12 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dum
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
 @pytest.mark.parametrize("memory_size", [5, None])
-def test_a_copy_goes_on_as_the_original_does(copied, memory_size):
+def test_a_copy_trains_like_the_original(copied, memory_size):
     layer = trained(memory_size=memory_size)
     other = copied(layer)
     for index in range(3, 6):
         torch.testing.assert_close(other(batch(index)), layer(batch(index)), rtol=0, atol=0)
     assert_same_state(other, layer)
-
-
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
-def test_a_copy_of_a_layer_without_the_shift_has_none_either(copied):
-    layer, other = trained(shift=False), copied(trained(shift=False))
-    assert not torch.equal(trained().running_var, layer.running_var)
-    torch.testing.assert_close(other(batch(3)), layer(batch(3)), rtol=0, atol=0)
-    assert_same_state(other, layer)
-    assert layer.state_dict().keys() == trained().state_dict().keys()
-
-
-def test_a_layer_pickled_before_there_was_the_option_has_the_shift():
-    layer = trained()
-    del vars(layer)["shift"]
-    assert pickle.loads(pickle.dumps(layer)).shift
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
@@ -183,11 +167,6 @@ def test_a_copy_made_while_recording_is_off_records(copied):
         other = copied(layer)
         other(batch(3))
     assert_same_state(other, trained(4))
-
-
-def test_share_memory_shares_every_parameter_and_buffer():
-    layer = trained().share_memory()
-    assert [name for name, value in layer.state_dict().items() if not value.is_shared()] == []
 
 
 def test_a_shared_layer_keeps_its_values_and_stays_shared_while_it_trains():
@@ -210,17 +189,8 @@ def test_one_layer_in_two_places_keeps_one_memory():
     assert layer.memory_count.tolist() == [x.numel() / C] * 2 + [0.0] * 3
 
 
-def test_a_checkpoint_of_one_layer_in_two_places_is_restored_bit_for_bit():
-    def net(layer: Any) -> nn.Module:
-        return nn.Sequential(layer, nn.ReLU(), nn.Sequential(layer))
-
-    source, other = net(trained(3)), net(trained(1))
-    other.load_state_dict(source.state_dict())
-    assert_bitwise(snapshot(other), snapshot(source))
-
-
-def spoil(module: nn.Module) -> None:
-    """What to_empty may leave behind."""
+def fill_with_garbage(module: nn.Module) -> None:
+    """Simulate the uninitialized memory after to_empty."""
     with torch.no_grad():
         for value in module.state_dict().values():
             value.fill_(float("nan") if value.is_floating_point() else -1)
@@ -231,19 +201,9 @@ def spoil(module: nn.Module) -> None:
 def test_a_layer_built_on_meta_emptied_and_reset_is_a_fresh_one(memory_size, dtype):
     options = {"memory_size": memory_size, "strength": 0.1, "dtype": dtype}
     layer = Layer(C, device="meta", **options).to_empty(device="cpu")
-    spoil(layer)
+    fill_with_garbage(layer)
     layer.reset_parameters()
     assert_bitwise(snapshot(layer), snapshot(Layer(C, **options)))
-
-
-def test_a_network_converted_on_meta_emptied_and_reset_has_fresh_layers():
-    with torch.device("meta"):
-        net = memnorm.convert(nn.Sequential(nn.BatchNorm2d(C), nn.ReLU(), nn.BatchNorm2d(C)), strength=0.1)
-    net.to_empty(device="cpu")
-    spoil(net)
-    for layer in (net[0], net[2]):
-        layer.reset_parameters()
-        assert_bitwise(snapshot(layer), snapshot(Layer(C, strength=0.1)))
 
 
 def test_a_layer_emptied_from_meta_and_loaded_from_a_plain_checkpoint_has_its_own_strength():
@@ -256,7 +216,7 @@ def test_a_layer_emptied_from_meta_and_loaded_from_a_plain_checkpoint_is_like_an
     options = {"memory_size": 5, "strength": 0.1}
     layer, other = Layer(C, device="meta", **options).to_empty(device="cpu"), Layer(C, **options)
     strength = layer.strength.clone()
-    spoil(layer)
+    fill_with_garbage(layer)
     layer.strength.copy_(strength)
     for each in (layer, other):
         each.load_state_dict(plain(torch.float32).state_dict())
@@ -272,15 +232,7 @@ def test_reset_memory_empties_the_memory_and_changes_nothing_else(memory_size):
     assert_bitwise(snapshot(layer), emptied)
 
 
-def test_reset_memory_does_not_change_eval():
-    layer = trained().eval()
-    x = batch(5)
-    before = layer(x)
-    layer.reset_memory()
-    torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
-
-
-def test_after_reset_memory_the_running_statistics_stand_in_as_those_of_a_plain_layer_do():
+def test_after_reset_memory_the_running_statistics_replace_an_empty_memory_as_those_of_a_plain_layer_do():
     layer, other = trained(), make()
     layer.reset_memory()
     other.load_state_dict(memnorm.to_batchnorm(copy.deepcopy(layer)).state_dict())
@@ -333,17 +285,530 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE.keys())
-def test_every_buffer_stays_the_same_tensor(change):
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_every_buffer_stays_the_same_tensor_at_the_same_address(name):
     layer = trained()
-    before = dict(layer.named_buffers())
-    change(layer)
-    assert [name for name, buffer in layer.named_buffers() if buffer is not before[name]] == []
-
-
-@pytest.mark.parametrize("name", [name for name in IN_PLACE if name != "share_memory"])
-def test_every_buffer_stays_where_it_is_in_memory(name):
-    layer = trained()
-    before = {key: buffer.data_ptr() for key, buffer in layer.named_buffers()}
+    before = {key: (buffer, buffer.data_ptr()) for key, buffer in layer.named_buffers()}
     IN_PLACE[name](layer)
-    assert {key: buffer.data_ptr() for key, buffer in layer.named_buffers()} == before
+    for key, buffer in layer.named_buffers():
+        assert buffer is before[key][0], key
+        assert buffer.data_ptr() == before[key][1] or name == "share_memory", key
+
+
+# Checkpoints of layers
+
+
+def union(*sets: tuple[Tensor, Tensor, float]) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments of weighted sets, by hand: E[x²] − E[x]²."""
+    total = sum(weight for _, _, weight in sets)
+    mean = sum(weight * mean for mean, _, weight in sets) / total
+    square = sum(weight * (var + mean**2) for mean, var, weight in sets) / total
+    return mean, square - mean**2, torch.tensor(total, dtype=torch.float64)
+
+
+def assert_pooled(layer: Any, *sets: tuple[Tensor, Tensor, float]) -> None:
+    pooled = (layer.running_mean, layer.running_var, layer.running_weight)
+    torch.testing.assert_close(pooled, union(*sets), rtol=0, atol=1e-11)
+
+
+def old_style(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As written before torch 0.4.1: no counter, no version."""
+    return {name: value for name, value in state.items() if not name.endswith("num_batches_tracked")}
+
+
+def from_sync(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    sync = nn.SyncBatchNorm(C, dtype=torch.float64)
+    sync.load_state_dict(state)
+    return sync.state_dict()
+
+
+@pytest.mark.parametrize("source", [dict, old_style, from_sync], ids=["plain", "without-counter", "sync"])
+def test_a_plain_checkpoint_loads_strictly_and_brings_its_statistics(source):
+    layer, checkpoint = trained(), plain().state_dict()
+    layer.load_state_dict(source(checkpoint), strict=True)
+    taken = {name: layer.state_dict()[name] for name in old_style(checkpoint)}
+    assert_bitwise(taken, old_style(checkpoint))
+
+
+@pytest.mark.parametrize("source", [dict, old_style, from_sync], ids=["plain", "without-counter", "sync"])
+@pytest.mark.parametrize("memory_size", [5, None])
+def test_a_plain_checkpoint_empties_a_filled_memory(source, memory_size):
+    layer = trained(memory_size=memory_size)
+    layer.load_state_dict(source(plain().state_dict()), strict=True)
+    assert all(not layer.get_buffer(name).any() for name in MEMORY)
+
+
+def test_a_plain_checkpoint_leaves_the_strength_as_it_is():
+    layer = trained()
+    layer.set_strength(0.8)
+    layer.load_state_dict(plain().state_dict(), strict=True)
+    assert layer.strength.item() == 0.8
+
+
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}], ids=["affine", "track"])
+def test_a_plain_checkpoint_without_parameters_or_statistics_loads_strictly_into_such_a_layer(options):
+    source, layer = nn.BatchNorm2d(C, **options), Layer(C, **options)
+    randomize(source, seed=30)
+    source(batch(4, torch.float32))
+    layer.load_state_dict(source.state_dict(), strict=True)
+    x = batch(5, torch.float32)
+    torch.testing.assert_close(layer.eval()(x), source.eval()(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("source", [plain, trained, lambda: trained(memory_size=None)], ids=["plain", "same", "None"])
+def test_loading_does_not_change_the_callers_dictionary(source):
+    checkpoint = source().state_dict()
+    before = {name: value.clone() for name, value in checkpoint.items()}
+    layer = make()
+    layer.load_state_dict(checkpoint)
+    layer(batch(0))
+    assert_bitwise(dict(checkpoint), before)
+
+
+@pytest.mark.parametrize("prior_weight", [1.0, 3.0, 0.0])
+def test_trained_statistics_replace_an_empty_memory_for_the_memory_in_the_next_forward(prior_weight):
+    source = plain()
+    layer = make(prior_weight=prior_weight)
+    layer.load_state_dict(source.state_dict())
+    x = batch(4)
+    count = x.numel() / C
+    hat = merge(
+        Moments(source.running_mean, source.running_var, STRENGTH * prior_weight * count),
+        batch_moments(x),
+    )
+    expected = F.batch_norm(x, hat.mean, hat.var, source.weight, source.bias, False, 0.0, layer.eps)
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+
+def after_plain_checkpoint(
+    prior_weight: float, memory_size: int | None
+) -> tuple[Any, list[tuple[Tensor, Tensor, float]]]:
+    """A layer after a plain checkpoint and one batch, and that batch's and the checkpoint's moments by hand."""
+    source, x = plain(), batch(4)
+    layer = make(memory_size=memory_size, prior_weight=prior_weight)
+    layer.load_state_dict(source.state_dict())
+    layer(x)
+    count = x.numel() / C
+    newest = (x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0), count)
+    return layer, [newest, (source.running_mean, source.running_var, prior_weight * count)]
+
+
+@pytest.mark.parametrize("prior_weight", [1.0, 3.0])
+def test_trained_statistics_become_the_oldest_entry_of_the_memory(prior_weight):
+    layer, entries = after_plain_checkpoint(prior_weight, memory_size=5)
+    for row, (mean, var, count) in enumerate(entries):
+        torch.testing.assert_close(layer.memory_mean[row], mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(layer.memory_var[row], var, rtol=0, atol=1e-12)
+        assert layer.memory_count[row] == count
+    assert not layer.memory_count[2:].any()
+
+
+@pytest.mark.parametrize("prior_weight", [1.0, 3.0])
+@pytest.mark.parametrize("memory_size", [5, 2, None])
+def test_trained_statistics_are_pooled_as_one_batch_older(prior_weight, memory_size):
+    layer, (newest, (mean, var, count)) = after_plain_checkpoint(prior_weight, memory_size)
+    assert_pooled(layer, newest, (mean, var, DECAY * count))
+
+
+@pytest.mark.parametrize(
+    ("prior_weight", "memory_size"),
+    [(1.0, 1), (3.0, 1), (0.0, 1), (0.0, 5), (0.0, None)],
+)
+def test_trained_statistics_are_discarded_without_room_or_without_weight(prior_weight, memory_size):
+    layer, (newest, _) = after_plain_checkpoint(prior_weight, memory_size)
+    assert_pooled(layer, newest)
+
+
+def test_initial_statistics_of_a_plain_checkpoint_do_not_replace_an_empty_memory():
+    source = plain(steps=0)
+    layer = make()
+    layer.load_state_dict(source.state_dict())
+    x = batch(4)
+    torch.testing.assert_close(layer(x), source(x), rtol=0, atol=1e-12)
+    assert_pooled(layer, (x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0), x.numel() / C))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("memory_size", [1, 5, None])
+def test_a_first_batch_that_is_not_finite_leaves_the_replace_an_empty_memory_untouched(value, memory_size):
+    layer = make(memory_size=memory_size)
+    layer.load_state_dict(plain().state_dict())
+    before = snapshot(layer)
+    x = batch(4)
+    x[1, 2, 0, 1] = value
+    layer(x)
+    assert_bitwise(snapshot(layer), before)
+
+
+@pytest.mark.parametrize("memory_size", [1, 5, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_memorized_checkpoint_is_restored_bit_for_bit(memory_size, dtype):
+    source = trained(7, dtype, memory_size=memory_size)
+    source.set_strength(0.9)
+    layer = trained(2, dtype, memory_size=memory_size)
+    layer.load_state_dict(source.state_dict())
+    assert_bitwise(snapshot(layer), snapshot(source))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_smaller_memory_loads_what_it_would_have_remembered(steps, size):
+    layer = make(memory_size=size)
+    layer.load_state_dict(trained(steps, memory_size=5).state_dict())
+    assert_same_state(layer, trained(steps, memory_size=size), atol=1e-12)
+
+
+def test_a_smaller_memory_is_pooled_with_its_own_decay():
+    source, layer = trained(5, memory_size=5, decay=0.5), make(memory_size=2, decay=0.9)
+    layer.load_state_dict(source.state_dict())
+    rows = list(zip(source.memory_mean, source.memory_var, source.memory_count.tolist(), strict=True))
+    assert_pooled(layer, rows[0], (rows[1][0], rows[1][1], 0.9 * rows[1][2]))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4, 5])
+@pytest.mark.parametrize("size", [6, 8, None])
+def test_a_larger_memory_keeps_everything_and_trains_as_if_it_always_had_that_size(steps, size):
+    layer, always = make(memory_size=size), trained(steps, memory_size=size)
+    layer.load_state_dict(trained(steps, memory_size=5).state_dict())
+    for index in range(steps, steps + 5):
+        torch.testing.assert_close(layer(batch(index)), always(batch(index)), rtol=0, atol=1e-11)
+        keeps_all = size is None or index < size
+        if keeps_all:
+            assert_same_state(layer, always, atol=1e-11)
+
+
+def test_a_limited_memory_loaded_from_an_unlimited_one_trains_like_it_until_it_is_full():
+    source, layer = trained(7, memory_size=None), trained(5, memory_size=5)
+    layer.load_state_dict(source.state_dict())
+    for index in range(7, 11):
+        torch.testing.assert_close(layer(batch(index)), source(batch(index)), rtol=0, atol=1e-11)
+        pooled = ("running_mean", "running_var", "running_weight")
+        torch.testing.assert_close(
+            [layer.get_buffer(n) for n in pooled], [source.get_buffer(n) for n in pooled], rtol=0, atol=1e-11
+        )
+
+
+@pytest.mark.parametrize("memory_size", [2, 5, 8, None])
+def test_an_empty_memory_of_another_size_loads_with_the_statistics_that_replace_an_empty_memory(memory_size):
+    source = make(memory_size=4)
+    source.load_state_dict(plain().state_dict())
+    layer, expected = trained(memory_size=memory_size), make(memory_size=memory_size)
+    layer.load_state_dict(source.state_dict())
+    expected.load_state_dict(plain().state_dict())
+    assert_same_state(layer, expected)
+
+
+SOURCES = {
+    "plain": plain,
+    "without-counter": lambda dtype: old_style(plain(dtype).state_dict()),
+    "same-size": lambda dtype: trained(4, dtype),
+    "larger": lambda dtype: trained(7, dtype, memory_size=7),
+    "smaller": lambda dtype: trained(4, dtype, memory_size=2),
+    "unlimited": lambda dtype: trained(4, dtype, memory_size=None),
+}
+
+
+def checkpoint_of(source: Any, dtype: torch.dtype = torch.float32) -> Any:
+    made = source(dtype)
+    return made.state_dict() if isinstance(made, nn.Module) else made
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+def test_assigning_a_checkpoint_gives_the_state_that_copying_gives(source):
+    copied, assigned = trained(dtype=torch.float32), trained(dtype=torch.float32)
+    copied.load_state_dict(checkpoint_of(source))
+    assigned.load_state_dict(checkpoint_of(source), assign=True)
+    assert_bitwise(snapshot(assigned), snapshot(copied))
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+def test_a_meta_layer_loaded_with_assign_trains_like_any_other(source):
+    copied = make(torch.float32)
+    copied.load_state_dict(checkpoint_of(source))
+    loaded = Layer(C, device="meta", memory_size=5, decay=DECAY, strength=STRENGTH)
+    loaded.load_state_dict(checkpoint_of(source), assign=True)
+    for index in range(3):
+        copied(batch(index, torch.float32))
+        loaded(batch(index, torch.float32))
+    assert_bitwise(snapshot(loaded), snapshot(copied))
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+def test_statistics_of_a_narrowed_checkpoint_are_float32_again(source, assign):
+    layer = make(torch.float32)
+    layer.load_state_dict(narrowed(checkpoint_of(source)), assign=assign)
+    assert {layer.get_buffer(name).dtype for name in ("running_mean", "running_var", *MEMORY)} == {torch.float32}
+
+
+@pytest.mark.parametrize("source", [SOURCES["plain"], SOURCES["same-size"]], ids=["plain", "memorized"])
+def test_statistics_of_a_narrowed_checkpoint_have_its_values(source):
+    layer = make(torch.float32)
+    layer.load_state_dict(narrowed(checkpoint_of(source)), assign=True)
+    expected = checkpoint_of(source)["running_var"].half().float()
+    torch.testing.assert_close(layer.running_var, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_the_strength_of_a_narrowed_checkpoint_is_wide_again(assign):
+    layer = make(torch.float32)
+    layer.load_state_dict(narrowed(trained(dtype=torch.float32).state_dict()), assign=assign)
+    assert layer.strength.dtype in (torch.float32, torch.float64)
+
+
+def test_a_half_layer_loads_a_memorized_checkpoint_bit_for_bit():
+    source, layer = trained(4, torch.float32), make(torch.float32).half()
+    layer.load_state_dict(source.state_dict())
+    names = NAMES[2:]
+    assert_bitwise({n: layer.state_dict()[n] for n in names}, {n: source.state_dict()[n] for n in names})
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("source", [plain, trained], ids=["plain", "memorized"])
+def test_a_checkpoint_of_other_channels_is_an_error_that_names_both_numbers(source, assign):
+    layer = Layer(4)
+    with pytest.raises(RuntimeError, match=r"the checkpoint has shape \(3,\), the layer 4 channels"):
+        layer.load_state_dict(source().state_dict(), assign=assign)
+
+
+def test_a_rejected_checkpoint_changes_nothing():
+    layer = trained()
+    before = snapshot(layer)
+    with pytest.raises(RuntimeError, match="channels"):
+        layer.load_state_dict(plain(channels=4).state_dict())
+    assert_bitwise(snapshot(layer), before)
+
+
+def test_a_strict_load_still_reports_a_missing_memory_buffer():
+    checkpoint = trained().state_dict()
+    del checkpoint["memory_var"]
+    with pytest.raises(RuntimeError, match="memory_var"):
+        make().load_state_dict(checkpoint)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        F.cross_entropy(net(images(6, seed=step)), labels(6, seed=step)).backward()
+        optimizer.step()
+
+
+def session(memory_size: int | None, double: dict[str, Any] | None) -> tuple[Any, torch.optim.Optimizer, Any]:
+    net = memnorm.convert(small_net(), memory_size=memory_size)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return net, optimizer, None if double is None else memnorm.double_forward(net, optimizer, **double)
+
+
+@pytest.mark.parametrize("memory_size", [2, 20, None])
+@pytest.mark.parametrize(
+    "double", [None, {}, {"every": 2, "fraction": 0.5}], ids=["single", "double", "double-every-2-half"]
+)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(memory_size, double):
+    uninterrupted, optimizer, _handle = session(memory_size, double)
+    train(uninterrupted, optimizer, range(6))
+
+    net, optimizer, handle = session(memory_size, double)
+    train(net, optimizer, range(3))
+    file = io.BytesIO()
+    torch.save([net.state_dict(), optimizer.state_dict(), handle and handle.state_dict()], file)
+    file.seek(0)
+    resumed, optimizer, handle = session(memory_size, double)
+    for part, state in zip((resumed, optimizer, handle), torch.load(file, weights_only=True), strict=True):
+        if part is not None:
+            part.load_state_dict(state)
+    train(resumed, optimizer, range(3, 6))
+    assert_same_state(resumed, uninterrupted)
+
+
+# Networks
+
+MEMORIES = [3, None]
+COUNTER = "num_batches_tracked"  # torch supplies it where a checkpoint without metadata has none
+
+
+def network(memory_size=3, *, seed=0, steps=4):
+    """A converted network that has trained a little."""
+    net = memnorm.convert(small_net(seed=seed), memory_size=memory_size)
+    train_more(net, range(steps))
+    return net
+
+
+def train_more(net, seeds):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with memnorm.double_forward(net, optimizer):
+        for seed in seeds:
+            optimizer.zero_grad()
+            F.cross_entropy(net(images(6, seed=seed)), labels(6, seed=seed)).backward()
+            optimizer.step()
+
+
+def assert_same_state_and_training(net, other):
+    assert_same_state(net, other)
+    for each in (net, other):
+        train_more(each.train(), range(10, 13))
+    assert_same_state(net, other)
+
+
+# Averages
+
+
+@pytest.mark.parametrize("memory_size", MEMORIES)
+def test_an_average_with_buffers_averages_every_one_of_them(memory_size):
+    """By torch's rule, which cuts the counter of batches down to a whole number as that of any batch norm."""
+    net = network(memory_size, steps=0)
+    averaged = AveragedModel(net, use_buffers=True, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    expected = None
+    for step in range(4):
+        train_more(net, [step])
+        averaged.update_parameters(net)
+        now = {name: value.clone() for name, value in net.state_dict().items()}
+        if expected is not None:
+            now = {name: mixed(expected[name], value) for name, value in now.items()}
+        expected = now
+    for name, value in averaged.module.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def mixed(old, new):
+    return old.lerp(new, 0.25) if old.is_floating_point() else (0.75 * old + 0.25 * new).long()
+
+
+def test_an_average_without_buffers_has_those_of_the_last_update():
+    net = network()
+    averaged = AveragedModel(net)
+    train_more(net, [5])
+    averaged.update_parameters(net)
+    train_more(net, [6])
+    averaged.update_parameters(net)
+    for name, value in averaged.module.named_buffers():
+        torch.testing.assert_close(value, net.get_buffer(name), rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_network_averaged_by_name_evaluates_and_trains():
+    """The loop of many repositories: every floating-point entry of the state dict, in place."""
+    net, average = network(), network()
+    train_more(net, range(5, 9))
+    before = average.state_dict()["1.running_mean"].clone()
+    with torch.no_grad():
+        for name, value in average.state_dict().items():
+            if value.is_floating_point():
+                value.mul_(0.5).add_(net.state_dict()[name], alpha=0.5)
+    halfway = (before + net.state_dict()["1.running_mean"]) / 2
+    torch.testing.assert_close(average[1].running_mean, halfway, rtol=0, atol=1e-7)
+    assert average.eval()(images(2, seed=1)).isfinite().all()
+    train_more(average.train(), [20])
+    assert float(average[1].memory_count[0]) == 6 * 6 * 6
+
+
+# Files
+
+
+@pytest.mark.parametrize("memory_size", MEMORIES)
+def test_safetensors_brings_back_every_bit(tmp_path, memory_size):
+    safetensors = library("safetensors.torch")
+    net, other = network(memory_size), network(memory_size, seed=1, steps=1)
+    safetensors.save_file(net.state_dict(), tmp_path / "net.safetensors")
+    other.load_state_dict(safetensors.load_file(tmp_path / "net.safetensors"))
+    assert_same_state_and_training(other, net)
+
+
+def test_a_whole_training_state_loads_with_weights_only(tmp_path):
+    net = memnorm.convert(small_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    handle, schedule = memnorm.double_forward(net, optimizer, every=2), memnorm.StrengthSchedule(net, 4)
+    F.cross_entropy(net(images(4, seed=1)), labels(4, seed=1)).backward()
+    optimizer.step()
+    schedule.step()
+    parts = {"net": net, "optimizer": optimizer, "handle": handle, "schedule": schedule}
+    torch.save({name: part.state_dict() for name, part in parts.items()}, tmp_path / "training.pt")
+    loaded = torch.load(tmp_path / "training.pt", weights_only=True)
+    twin = memnorm.convert(small_net(seed=1))
+    twin.load_state_dict(loaded["net"])
+    assert_same_state(twin, net)
+    assert loaded["handle"] == handle.state_dict() == {"steps": 1, "looks": 1, "draws": 0}
+    assert loaded["schedule"] == schedule.state_dict()
+
+
+@pytest.mark.parametrize("memory_size", MEMORIES)
+@pytest.mark.parametrize("attached", [False, True], ids=["bare", "with-double-forward"])
+def test_a_whole_module_loads_through_safe_globals(tmp_path, memory_size, attached):
+    net = network(memory_size)
+    handle = memnorm.double_forward(net, torch.optim.SGD(net.parameters(), lr=0.1)) if attached else None
+    torch.save(net, tmp_path / "net.pt")
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "net.pt")
+    with torch.serialization.safe_globals([by_name(name) for name in names]):
+        loaded = torch.load(tmp_path / "net.pt", weights_only=True)
+    if handle is not None:
+        handle.remove()
+    assert_same_state_and_training(loaded, net)
+
+
+def test_safe_globals_needs_only_layers_and_inert_hooks_of_memnorm(tmp_path):
+    net = network()
+    memnorm.double_forward(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    torch.save(net, tmp_path / "net.pt")
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "net.pt")
+    assert {name for name in names if name.startswith("memnorm")} == {
+        "memnorm.layers.MemorizedBatchNorm2d",
+        "memnorm.stripped.report_stripped",
+        "memnorm.capture._get_inert",
+    }
+
+
+def by_name(path):
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)
+
+
+# Parts of a checkpoint
+
+
+def with_head(classes, *, seed):
+    net = network(seed=seed)
+    net[8] = nn.Linear(4, classes)
+    return net
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["memorized", "plain"])
+def test_a_checkpoint_without_the_head_fills_the_trunk_and_names_what_is_missing(plain):
+    source = memnorm.to_batchnorm(network()) if plain else network()
+    trunk = {name: value for name, value in source.state_dict().items() if not name.startswith("8.")}
+    net = with_head(3, seed=1)
+    head = {name: value.clone() for name, value in net[8].state_dict().items()}
+    report = net.load_state_dict(trunk, strict=False)
+    assert report.missing_keys == ["8.weight", "8.bias"]
+    assert report.unexpected_keys == []
+    for name, value in trunk.items():
+        torch.testing.assert_close(net.state_dict()[name], value, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert float(net[1].running_weight) == 0 if plain else float(net[1].running_weight) > 0
+    torch.testing.assert_close(net[8].state_dict(), head, rtol=0, atol=0)
+
+
+def test_a_checkpoint_without_one_norm_leaves_that_norm_as_it_was():
+    source, net = network(), network(seed=1)
+    kept = {name: value.clone() for name, value in net[4].state_dict().items()}
+    part = {name: value for name, value in source.state_dict().items() if not name.startswith("4.")}
+    report = net.load_state_dict(part, strict=False)
+    assert report.missing_keys == [f"4.{name}" for name in kept if name != COUNTER]
+    torch.testing.assert_close(dict(net[4].state_dict()), kept, rtol=0, atol=0)
+    torch.testing.assert_close(dict(net[1].state_dict()), dict(source[1].state_dict()), rtol=0, atol=0)
+
+
+def test_a_checkpoint_without_statistics_keeps_them_and_names_them():
+    source, net = network(), network(seed=1)
+    kept = {name: value.clone() for name, value in net.state_dict().items()}
+    weights = {name: value for name, value in source.state_dict().items() if name in dict(source.named_parameters())}
+    report = net.load_state_dict(weights, strict=False)
+    assert report.missing_keys == [name for name, _ in net.named_buffers() if not name.endswith(COUNTER)]
+    for name, _ in net.named_buffers():
+        torch.testing.assert_close(net.state_dict()[name], kept[name], rtol=0, atol=0)
+
+
+def test_a_memorized_checkpoint_loads_into_a_plain_network_without_its_memory():
+    net, plain = network(), small_net(seed=1)
+    report = plain.load_state_dict(net.state_dict(), strict=False)
+    assert report.missing_keys == []
+    unexpected = {name.split(".")[1] for name in report.unexpected_keys}
+    assert unexpected == {"running_weight", "memory_mean", "memory_var", "memory_count", "strength"}
+    x = images(3, seed=2)
+    torch.testing.assert_close(plain.eval()(x), net.eval()(x), rtol=0, atol=0)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from converting import BatchNormAct2d
-from support import assert_same_state, images, labels, leaf, randn, randomize, small_net
-from tooling import Layer, compute_on, double, resnet
+from helpers.common import assert_same_state, images, labels, leaf, randn, randomize, small_net
+from helpers.conversion import BatchNormAct2d
+from helpers.torch_tools import Layer, compute_on, double, resnet
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F

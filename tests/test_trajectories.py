@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import LAYERS, SHAPES, leaf, randn
+from helpers.common import LAYERS, SHAPES, leaf, randn
 from torch import nn
 
 import memnorm

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support import assert_same_state, images, labels, small_net
+from helpers.common import assert_same_state, images, labels, small_net
 from torch import nn
 
 import memnorm

@@ -1,8 +1,8 @@
-"""Double-Forward and the strength schedule inside other people's training loops.
+"""Double-Forward and the strength schedule in other training libraries.
 
     memnorm.integrations.lightning      a callback for Lightning's Trainer
     memnorm.integrations.transformers   a callback for Hugging Face's Trainer
-    memnorm.integrations.accelerate     a call beside `accelerator.prepare`
+    memnorm.integrations.accelerate     a call after `accelerator.prepare`
 
-Each module imports its library, and nothing else of memnorm imports the module.
+Each module imports its library; no other module of memnorm imports it.
 """

@@ -1,4 +1,4 @@
-"""Beside Hugging Face's Accelerate, which leaves the loop to its user.
+"""For Hugging Face's Accelerate, where users write the training loop.
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 attach(accelerator, model, optimizer, total_steps)
@@ -26,15 +26,15 @@ def attach(
     double_forward: Mapping[str, Any] | None = DEFAULTS,
     schedule: Mapping[str, Any] | None = DEFAULTS,
 ) -> Attachment:
-    """Attach Double-Forward and the strength schedule; nothing in the loop changes.
+    """Attach Double-Forward and the strength schedule. The training loop does not change.
 
-    The schedule moves with each step that the optimizer really makes, and its place is part of
-    `accelerator.save_state`.
+    The schedule advances with each step that the optimizer does not skip, and `accelerator.save_state` saves its
+    position.
 
     Args:
-        accelerator: the one that prepared model and optimizer.
-        model: what `prepare` returned.
-        optimizer: what `prepare` returned; several optimizers of the model as a list.
+        accelerator: the `Accelerator` that prepared model and optimizer.
+        model: the model that `prepare` returned.
+        optimizer: the optimizer that `prepare` returned, or a list of several.
         total_steps: optimizer steps in the whole training.
         double_forward: options of `memnorm.double_forward`; None for no second forward.
         schedule: options of `memnorm.StrengthSchedule`; None leaves the strength alone.
@@ -43,7 +43,7 @@ def attach(
         A handle with `remove()`.
     """
     several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    optimizers, scalers = zip(*map(inside, several), strict=True)
+    optimizers, scalers = zip(*map(unwrap, several), strict=True)
     attached = Attachment(
         model, optimizers, total_steps, double_forward=double_forward, schedule=schedule, scaler=scalers[0]
     )
@@ -51,8 +51,8 @@ def attach(
     return attached
 
 
-def inside(optimizer: Optimizer) -> tuple[Optimizer, Any]:
-    """The optimizer that really steps and its `GradScaler`, without Accelerate's wrapper."""
+def unwrap(optimizer: Optimizer) -> tuple[Optimizer, Any]:
+    """The optimizer inside Accelerate's wrapper, and its `GradScaler`."""
     if isinstance(optimizer, AcceleratedOptimizer):
         return optimizer.optimizer, optimizer.scaler
     return optimizer, None

@@ -2,7 +2,7 @@
 
     Trainer(callbacks=[MemnormCallback()])
 
-It attaches when training starts, once Lightning has made the optimizers; its state goes into Lightning's checkpoints.
+It attaches when training starts, after Lightning has created the optimizers. Lightning's checkpoints include its state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MemnormCallback(Callback):
 
     Args:
         module: path of the module that `training_step` calls, such as "net" for `self.net(x)`; empty for `self(x)`.
-        total_steps: optimizer steps in the whole training; by default what the Trainer estimates.
+        total_steps: optimizer steps in the whole training; by default the estimate of the Trainer.
         double_forward: options of `memnorm.double_forward`; None for no second forward.
         schedule: options of `memnorm.StrengthSchedule`; None leaves the strength alone.
     """
@@ -42,10 +42,10 @@ class MemnormCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(module=self.module)  # one callback for each of several networks
+        return self._generate_state_key(module=self.module)  # there may be one callback per network
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        keep_local(pl_module)  # which Lightning is about to wrap in DistributedDataParallel, if it does
+        keep_local(pl_module)  # before Lightning wraps it in DistributedDataParallel
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module = pl_module.get_submodule(self.module)

@@ -2,7 +2,7 @@
 
     Trainer(model, args, train_dataset=data, callbacks=[MemnormCallback()])
 
-A resumed training needs no state of its own: the Trainer's step number says where the schedule is.
+A resumed training needs no additional state, because the Trainer's step number determines the schedule.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from memnorm.integrations.accelerate import inside
+from memnorm.integrations.accelerate import unwrap
 from memnorm.integrations.attach import DEFAULTS, Attachment
 
-# A training that raises ends without an event, and what it attached stays: the model's next training removes it.
+# A training that raises ends without an event, so the next training of the model removes what was attached.
 _last: WeakKeyDictionary[nn.Module, ref[Attachment]] = WeakKeyDictionary()
 
 
@@ -41,7 +41,7 @@ class MemnormCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        model, (optimizer, scaler) = kwargs["model"], inside(kwargs["optimizer"])
+        model, (optimizer, scaler) = kwargs["model"], unwrap(kwargs["optimizer"])
         for left in (self.attached, _last[model]() if model in _last else None):
             if left is not None:
                 left.remove()

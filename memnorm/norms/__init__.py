@@ -1,13 +1,11 @@
-"""The norms `memnorm.convert` can put in place of batch norm, by name.
+"""The registry of the norms that `memnorm.convert` knows by name.
 
-A norm is a function from a batch-norm layer (and options) to its replacement, with what users should know about it. The
-replacement takes over the layer's parameters, statistics, mode, device and hooks.
+An entry has a function that replaces a batch norm, given options, and metadata for users. The replacement keeps the
+parameters, statistics, mode, device and hooks of the layer.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,11 +13,26 @@ from typing import Any, Literal
 from torch import nn
 
 from memnorm.errors import OptionError
-
-BUILT_IN = (
-    *("two_way", "mbn", "bn", "brn", "lagged_bn", "moving_bn", "momentum_bn", "ghost", "mabn", "cbn", "online"),
-    *("group", "layer", "instance", "frn", "evonorm_s0", "weight_norm", "normprop"),
-)  # a module of that name each, loaded when it is asked for
+from memnorm.norms import (
+    bn,
+    brn,
+    cbn,
+    evonorm_s0,
+    frn,
+    ghost,
+    group,
+    instance,
+    lagged_bn,
+    layer,
+    mabn,
+    mbn,
+    momentum_bn,
+    moving_bn,
+    normprop,
+    online,
+    two_way,
+    weight_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -27,18 +40,18 @@ class Norm:
     """One entry of the registry.
 
     Attributes:
-        replace: from a batch norm and options to its replacement.
-        records: its layers have the switch `recording`, which Double-Forward needs.
-        state: what it keeps between batches, in words.
-        batch_one: it trains on a single value per channel, as one image has behind a global pool. On one image of
+        replace: returns the replacement of a batch norm, given options.
+        records: its layers have the attribute `recording`, which Double-Forward needs.
+        state: what it keeps between batches, as text.
+        batch_one: it trains on a single value per channel, such as one image after global pooling. On one image of
             several pixels every norm trains.
-        keeps_weights: a pretrained BN model evaluates the same after conversion.
-        folds: in eval it is a fixed affine map per channel, which a convolution can absorb.
-        double_forward: what Double-Forward is to it.
-        learning_rate: what its authors recommend.
-        refuse: the reason not to convert a model, or None.
-        surgery: what else to change in the model, given the options, after the layers have been replaced.
-        settle: undoes the surgery; the model computes the same.
+        keeps_weights: a pretrained batch norm model computes the same in eval mode after conversion.
+        folds: in eval mode it is a fixed affine map per channel, which can be folded into a convolution.
+        double_forward: the effect of Double-Forward.
+        learning_rate: the recommendation of its authors.
+        refuse: returns the reason why a model cannot be converted, or None.
+        surgery: changes the model beyond its norms, given the options, after the layers have been replaced.
+        settle: undoes the surgery without changing what the model computes.
         scales_with_run: its options include `total_steps`, the length of the training.
     """
 
@@ -59,37 +72,28 @@ class Norm:
     scales_with_run: bool = False
 
 
-_REGISTRY: dict[str, Norm] = {}
+_MODULES = (
+    *(two_way, mbn, bn, brn, lagged_bn, moving_bn, momentum_bn, ghost, mabn, cbn, online),
+    *(group, layer, instance, frn, evonorm_s0, weight_norm, normprop),
+)
+_REGISTRY = {module.ENTRY["name"]: Norm(**module.ENTRY) for module in _MODULES}
 
 
 def register(norm: Norm) -> Norm:
-    """Add a norm of your own: from now on it goes by its name wherever a built-in one does."""
-    if norm.name in available():
-        raise OptionError(f"norms.register: there is a norm {norm.name!r} already; choose another name")
+    """Register a norm, so that its name can be used like that of a built-in one."""
+    if norm.name in _REGISTRY:
+        raise OptionError(f"norms.register: there is already a norm {norm.name!r}; choose another name")
     _REGISTRY[norm.name] = norm
     return norm
 
 
 def get(name: str) -> Norm:
-    """The entry of a norm: its paper, what it needs, and the function that puts it in place of a batch norm."""
-    if name not in available():
-        raise OptionError(f"unknown norm {name!r}; available: {', '.join(available())}")
+    """The registry entry of a norm."""
     if name not in _REGISTRY:
-        _REGISTRY[name] = Norm(**importlib.import_module(f"{__name__}.{name}").ENTRY)
+        raise OptionError(f"unknown norm {name!r}; available: {', '.join(available())}")
     return _REGISTRY[name]
 
 
 def available() -> list[str]:
-    """The names that `memnorm.convert` takes."""
-    return sorted({*BUILT_IN, *_REGISTRY})
-
-
-def in_use() -> list[Norm]:
-    """The norms whose modules are loaded: no model can contain another."""
-    return [get(name) for name in available() if name in _REGISTRY or f"{__name__}.{name}" in sys.modules]
-
-
-def __getattr__(name: str) -> Any:
-    if name in BUILT_IN:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """The names of all registered norms."""
+    return sorted(_REGISTRY)

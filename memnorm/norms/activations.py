@@ -1,8 +1,8 @@
-"""Norms that contain the nonlinearity, and the activation that stood behind batch norm.
+"""Conversion to norms that include an activation.
 
-Which norms should apply theirs? Those that an activation follows; a norm at the end of a residual branch should not.
-And the activation itself goes where that is safe: it is a module of the model, carries no hooks, and is called behind
-such norms only. One that is called as a function, or also elsewhere, stays and acts on the result.
+Only norms that are followed by an activation apply their own; a norm at the end of a residual branch does not. The
+activation itself is removed if that is safe: if it is a module of the model without hooks that is called after such
+norms only. An activation that is called as a function, or also elsewhere, stays and is applied to the result.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from itertools import pairwise
 from torch import nn
 
 from memnorm.errors import warn
-from memnorm.norms.wiring import Unseen, Wiring, every
+from memnorm.modules import replace_modules
+from memnorm.norms.wiring import NotTraceable, Wiring, every
 
 Kinds = tuple[type[nn.Module], ...]
 
 
 def absorb(model: nn.Module, norms: Collection[nn.Module], kinds: Kinds) -> set[nn.Module]:
-    """Those of `norms` that an activation of one of `kinds` follows; the activation is removed where that is safe.
+    """Return the `norms` that are followed by an activation of one of `kinds`. Remove the activation where that is
+    safe.
 
-    What the trace of the model does not reach is judged by its place in an `nn.Sequential`.
+    For norms that are not in the traced graph, the order in an `nn.Sequential` decides.
     """
-    from memnorm.convert import replace_modules  # which imports the norms
-
     if model in norms:
-        return set(norms)  # nothing is known of what follows a layer by itself
+        return set(norms)  # what follows a single layer is unknown
     try:
         wiring = Wiring(model)
-    except Unseen as reason:
-        followed, spare = _neighbours(model, norms, kinds)
+    except NotTraceable as reason:
+        followed, removable = _neighbours(model, norms, kinds)
         if len(followed) < len(norms):
             warn(
                 f"convert: what follows {len(norms) - len(followed)} of {len(norms)} norms of {type(model).__name__} "
-                f"cannot be seen ({reason}); they are used without their nonlinearity, and any activation stays."
+                f"is unknown ({reason}); they are used without their nonlinearity, and any activation stays."
             )
     else:
-        followed, spare = _traced(wiring, norms, kinds)
+        followed, removable = _traced(wiring, norms, kinds)
         unreached = [norm for norm in norms if norm not in wiring.sites]
-        more, also_spare = _neighbours(model, unreached, kinds)
+        more, also_removable = _neighbours(model, unreached, kinds)
         followed |= more
-        spare |= {one for one in also_spare if one not in wiring.sites}
-    replace_modules(model, {one: nn.Identity().train(one.training) for one in spare if not _has_hooks(one)})
+        removable |= {one for one in also_removable if one not in wiring.sites}
+    replace_modules(model, {one: nn.Identity().train(one.training) for one in removable if not _has_hooks(one)})
     return followed
 
 
@@ -58,7 +58,7 @@ def _traced(wiring: Wiring, norms: Collection[nn.Module], kinds: Kinds) -> tuple
 
 
 def _neighbours(model: nn.Module, norms: Collection[nn.Module], kinds: Kinds) -> tuple[set[nn.Module], set[nn.Module]]:
-    """Norms with an activation right behind them in a sequence, and the activations that have no other place."""
+    """Norms that are directly followed by an activation in a sequence, and the activations used only there."""
     pairs = [(first, second) for first, second in _pairs(model) if first in norms and type(second) in kinds]
     places = Counter(child for parent in model.modules() for child in parent._modules.values() if child is not None)
     followed = {norm for norm, _ in pairs if places[norm] == 1}

@@ -1,7 +1,7 @@
-"""What the norms share: taking a batch norm's place, and batch norm with another rule in training.
+"""What the norms share: replacing a batch norm, and a base class for variants of batch norm in training.
 
-`RunningNorm` keeps torch's parameters, buffers, checkpoints and eval. A subclass says what a training forward does with
-the batch and the running statistics (`_normalize`), and what is recorded (`_record`).
+`RunningNorm` has the parameters, buffers, checkpoints and eval mode of torch's batch norm. A subclass defines how a
+training forward uses the batch and the running statistics (`_normalize`), and what is recorded (`_record`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from memnorm.recompute import Readings, inside_backward
 
 
 class RunningNorm(Recording, _BatchNorm):
-    """Batch norm over (N, C, …) with another rule in training; eval is torch's batch norm on the running statistics.
+    """Base class of norms over (N, C, …) that are torch's batch norm on the running statistics in eval mode.
 
     `OPTIONS` are the options of the norm with their defaults; they become attributes of the layer. `momentum` has
-    torch's meaning: the weight of the new batch, None for an average over all batches; without one, it is `MOMENTUM`,
-    or where that is `...` what the replaced layer had.
+    torch's meaning: the weight of the new batch, or None for an average over all batches. Its default is `MOMENTUM`, or
+    the momentum of the replaced layer if that is `...`.
     """
 
     OPTIONS: ClassVar[dict[str, Any]] = {}
     MOMENTUM: ClassVar[Any] = ...
     MIN_VALUES: ClassVar[int] = 1  # per channel in training; 2 where the batch's own variance is used
-    READS_STATISTICS: ClassVar[bool] = True  # the output depends on them, so a recomputed forward must find them again
+    READS_STATISTICS: ClassVar[bool] = True  # the output depends on them, so a recomputed forward needs the same ones
     COUNTS_STEPS: ClassVar[bool] = False  # `num_batches_tracked` is the position in a schedule, too
 
     running_mean: Any  # Tensor, or None without track_running_stats
@@ -41,9 +41,9 @@ class RunningNorm(Recording, _BatchNorm):
     act: nn.Module
     _source_class: type[_BatchNorm] | None = None
     _source_momentum: Any = ...
-    _added: frozenset[str] = frozenset()  # attributes and buffers that the norm has and a batch norm has not
+    _added: frozenset[str] = frozenset()  # attributes and buffers that batch norm does not have
     _activated: bool = False  # `drop` and `act` follow, as in timm's BatchNormAct2d
-    _rank: int | None = None  # of the data, for a layer that replaced no other
+    _rank: int | None = None  # number of dimensions of the input, if the layer did not replace another
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RunningNorm(Recording, _BatchNorm):
 
     @classmethod
     def replacing(cls, layer: _BatchNorm, momentum: Any = ..., **options: Any) -> nn.Module:
-        """The layer of this class in place of a batch norm, with its parameters, statistics, mode and hooks."""
+        """The replacement of a batch norm, with its parameters, statistics, mode and hooks."""
         if isinstance(layer, RunningNorm):
             layer = restored(layer)
         new = takes_over(layer, cls)
@@ -78,7 +78,7 @@ class RunningNorm(Recording, _BatchNorm):
         return new
 
     def _set_up(self, momentum: Any, options: dict[str, Any]) -> None:
-        """Install the norm and take note of what it adds."""
+        """Install the norm and remember the names of what it adds."""
         if momentum is not None and not (is_number(momentum) and 0 <= momentum <= 1):
             raise OptionError(
                 f"{type(self).__name__}: momentum must be a number from 0 to 1, the weight of the new batch, or None "
@@ -93,7 +93,7 @@ class RunningNorm(Recording, _BatchNorm):
         return {name for registry in _registries(self) for name in registry}
 
     def _install(self, **options: Any) -> None:
-        """Set the options on a layer that is a batch norm already. Subclasses check them and add their buffers."""
+        """Set the options on an initialized batch norm. Subclasses check them and add their buffers."""
         for name, value in options.items():
             setattr(self, name, value)
 
@@ -123,13 +123,13 @@ class RunningNorm(Recording, _BatchNorm):
         return output
 
     def _plain_forward(self, x: Tensor) -> Tensor:
-        """Torch's own operation: on the running statistics in eval, on the batch where no statistics are kept."""
+        """Torch's batch norm: on the running statistics in eval mode, on the batch if there are none."""
         use_batch = self.training or self.running_mean is None
         mean, var = (None, None) if use_batch else (self.running_mean, self.running_var)
         return F.batch_norm(x, mean, var, self.weight, self.bias, use_batch, 0.0, self.eps)
 
     def _read(self) -> Moments:
-        """A copy of the running statistics and the number of batches in them, as this forward sees them."""
+        """A copy of the running statistics and of the number of batches, for this forward."""
         return Moments(snapshot(self.running_mean), snapshot(self.running_var), snapshot(self.num_batches_tracked))
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
@@ -137,9 +137,7 @@ class RunningNorm(Recording, _BatchNorm):
         raise NotImplementedError
 
     def _record(self, batch: Moments, state: Moments) -> None:
-        """Torch's update: a moving average with the unbiased variance. In place; a batch that is not finite is left
-        out.
-        """
+        """Torch's update in place: a moving average with the unbiased variance. Skips a batch that is not finite."""
         self._write(batch.mean, unbiased(batch))
 
     def _write(self, mean: Tensor, var: Tensor) -> None:
@@ -148,7 +146,7 @@ class RunningNorm(Recording, _BatchNorm):
         self._store(blend(self.running_mean, mean, share), blend(self.running_var, var, share))
 
     def _share(self, batches: Any) -> Tensor | float:
-        """The weight of the next batch in the running statistics, `batches` being in them already."""
+        """The weight of the next batch in the running statistics of `batches` batches."""
         if self.momentum is None:
             return 1 / (self._as_float(batches) + 1)
         return float(self.momentum)
@@ -157,7 +155,7 @@ class RunningNorm(Recording, _BatchNorm):
         return batches.to(statistics_dtype(self.running_mean.dtype))
 
     def _store(self, mean: Tensor, var: Tensor, batches: int = 1) -> None:
-        """Make these the running statistics, `batches` further on, unless they are not finite."""
+        """Set the running statistics and count `batches`, unless they are not finite."""
         finite = (mean.isfinite() & var.isfinite()).all()
         for buffer, value in ((self.running_mean, mean), (self.running_var, var)):
             buffer.copy_(torch.where(finite, value.to(buffer.dtype), buffer))
@@ -171,7 +169,7 @@ class RunningNorm(Recording, _BatchNorm):
 
     @property
     def plain_class(self) -> type[_BatchNorm]:
-        """The class the layer came from; of one that replaced no other, the one for its data."""
+        """The class of the replaced layer; if there was none, the class for the input of this one."""
         by_rank = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 5: nn.BatchNorm3d}
         return self._source_class or by_rank.get(self._rank or 0, nn.BatchNorm2d)
 
@@ -203,7 +201,7 @@ class RunningNorm(Recording, _BatchNorm):
 
     @property
     def evaluates_as_batchnorm(self) -> bool:
-        """Whether eval is torch's batch norm on the running statistics, so that `to_batchnorm` can take its place."""
+        """True if the layer is torch's batch norm in eval mode, so that `to_batchnorm` can replace it."""
         return True
 
     def running_from(self, moments: Moments) -> Moments:
@@ -211,13 +209,13 @@ class RunningNorm(Recording, _BatchNorm):
         return moments
 
     def training_moments(self, batch: Moments) -> Moments | None:
-        """Mean and variance by which training would now normalise a batch of these moments; None where it takes more
-        than those to know, or training is not a normalisation by two numbers per channel.
+        """Mean and variance that a training forward would use for a batch with these moments; None if they depend on
+        more than the moments, or if training does not normalize by two numbers per channel.
         """
         return None
 
     def note(self) -> str:
-        """What `memnorm.summary` says of the layer."""
+        """The note about the layer in `memnorm.summary`."""
         if self.running_mean is None:
             return "batch statistics only: track_running_stats=False"
         if self.running_mean.is_meta:
@@ -233,7 +231,7 @@ class RunningNorm(Recording, _BatchNorm):
 
 
 def as_leaf(layer: nn.Module, input: Any) -> Any:
-    """The call of `layer` as one node of the graph that torch.fx is tracing, as for torch's own layers."""
+    """Add the call of `layer` as a single node to the graph that torch.fx is tracing."""
     return input.tracer.create_proxy("call_module", input.tracer.path_of_module(layer), (input,), {})
 
 
@@ -245,9 +243,7 @@ def blend(old: Tensor, new: Tensor, share: Tensor | float) -> Tensor:
 
 
 def restored(layer: RunningNorm) -> _BatchNorm:
-    """The batch norm that `layer` came from, with its present parameters and statistics: in eval it computes the
-    same.
-    """
+    """The batch norm that computes the same as `layer` in eval mode, with its parameters and statistics."""
     new = takes_over(layer, layer.plain_class)
     own = {
         "_source_class",
@@ -269,7 +265,7 @@ def restored(layer: RunningNorm) -> _BatchNorm:
 
 
 def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Where a module keeps what it has, by name."""
+    """The dictionaries of a module's attributes, parameters, buffers and submodules."""
     return module.__dict__, module._parameters, module._buffers, module._modules
 
 
@@ -279,17 +275,17 @@ def unbiased(batch: Moments) -> Tensor:
 
 
 def check_options(name: str, known: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The known options with the given values; an unknown one is an error."""
+    """The known options with the given values. An unknown option is an error."""
     unknown = given.keys() - known.keys()
     if unknown:
-        has = f"its options are {', '.join(known)}" if known else "it has none"
+        has = f"its options are {', '.join(known)}" if known else "it has no options"
         raise OptionError(f"{name}: unknown option {', '.join(sorted(unknown))}; {has}")
     return {**known, **given}
 
 
 def takes_over(layer: nn.Module, cls: type) -> Any:
-    """An instance of `cls` made of `layer`'s contents. Hook dictionaries are shared: the handles that users hold keep
-    working.
+    """An instance of `cls` with the contents of `layer`. The hook dictionaries are shared, so that existing handles
+    still work.
     """
     new: Any = object.__new__(cls)
     new.__dict__.update(layer.__dict__)
@@ -300,7 +296,7 @@ def takes_over(layer: nn.Module, cls: type) -> Any:
 
 
 def behind(layer: nn.Module, new: nn.Module) -> nn.Module:
-    """`new`, followed by the `drop` and `act` that a timm-like norm has behind it."""
+    """`new`, followed by `drop` and `act` if `layer` is a norm with activation as in timm."""
     if not has_activation(layer):
         return new
     for name in ("drop", "act"):
@@ -310,8 +306,8 @@ def behind(layer: nn.Module, new: nn.Module) -> nn.Module:
 
 
 def has_activation(layer: nn.Module) -> bool:
-    """Whether this is a timm-like norm with `drop` and `act` behind it. Known by name: another class may use the same
-    attributes in another way.
+    """Return True for a norm followed by `drop` and `act` as in timm. The class name is checked, because other classes
+    may use these attributes differently.
     """
     known = type(layer).__name__ in (
         *("BatchNormAct2d", "SyncBatchNormAct"),
@@ -325,8 +321,8 @@ def has_activation(layer: nn.Module) -> bool:
 
 
 def with_affine(layer: _BatchNorm, build: Callable[[int], Any]) -> nn.Module:
-    """`build(num_features)`, a norm without batch statistics, in `layer`'s place: its weight and bias are the layer's
-    own parameters, its mode, device and dtype the layer's.
+    """Replace `layer` by `build(num_features)`, a norm without batch statistics, with the weight, bias, mode, device
+    and dtype of `layer`.
     """
     new = build(layer.num_features)
     reference = layer.weight if layer.weight is not None else layer.running_mean

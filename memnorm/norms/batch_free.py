@@ -1,6 +1,6 @@
-"""What the norms without batch statistics share: γ and β per channel, and looking at what comes in.
+"""Base class of norms without batch statistics: γ and β per channel, and checks of the input.
 
-They treat every image alone (or only the weights), so training and eval compute the same and nothing is recorded.
+They normalize each image separately, or the weights. Training and eval mode compute the same, and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Layer = TypeVar("Layer", bound="BatchFreeNorm")
 
 
 class BatchFreeNorm(nn.Module):
-    """A norm over (N, C, …) with `weight` (γ) and `bias` (β) per channel. In place of a batch norm it has that one's
-    parameters, and lacks those that one lacks.
+    """A norm over (N, C, …) with `weight` (γ) and `bias` (β) per channel. As a replacement it has the parameters of the
+    batch norm, and no others.
 
     `OPTIONS` are the options of the norm with their defaults; they become attributes of the layer.
     """
@@ -44,7 +44,7 @@ class BatchFreeNorm(nn.Module):
 
     @classmethod
     def replacing(cls, layer: _BatchNorm, **options: Any) -> nn.Module:
-        """The layer of this class in place of a batch norm, with its parameters and its mode."""
+        """The replacement of a batch norm, with its parameters and its mode."""
 
         def build(num_features: int) -> BatchFreeNorm:
             new = cls(num_features, **options)
@@ -54,7 +54,7 @@ class BatchFreeNorm(nn.Module):
         return with_affine(layer, build)
 
     def _add_state(self, device: Any, dtype: Any) -> None:
-        """Check the options; register what a subclass has besides γ and β, for `reset_parameters` to fill."""
+        """Check the options, and register further parameters and buffers, which `reset_parameters` fills."""
 
     def reset_parameters(self) -> None:
         if self.weight is not None:
@@ -75,7 +75,7 @@ class BatchFreeNorm(nn.Module):
         name = type(self).__name__
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise InputError(
-                f"{name}: expected input (N, {self.num_features}, …), as many channels as the layer has; got shape "
+                f"{name}: expected input (N, {self.num_features}, …) with the channels of the layer; got shape "
                 f"{tuple(x.shape)}"
             )
         if not x.is_floating_point():
@@ -88,7 +88,7 @@ class BatchFreeNorm(nn.Module):
             factor = scale if factor is None else factor * scale
         if shift is None:
             return x if factor is None else (x * factor).to(x.dtype)
-        return torch.addcmul(shift, x, factor).to(x.dtype)  # batch norm has no β without a γ
+        return torch.addcmul(shift, x, factor).to(x.dtype)  # batch norm has no β without γ
 
     def extra_repr(self) -> str:
         own = "".join(f", {name}={getattr(self, name)}" for name in self.OPTIONS)
@@ -96,12 +96,12 @@ class BatchFreeNorm(nn.Module):
 
 
 def per_channel(parameter: Tensor | None, x: Tensor) -> Any:
-    """A vector over channels in the shape that broadcasts with x (N, C, …); None stays None."""
+    """A vector over channels in a shape that broadcasts with x (N, C, …); None stays None."""
     return None if parameter is None else parameter.view(1, -1, *([1] * (x.dim() - 2)))
 
 
 def fresh_layers(model: nn.Module, kind: type[Layer]) -> list[Layer]:
-    """The layers of this kind that the present conversion has put into `model`. A layer is fresh once."""
+    """The layers of this kind that the current conversion has put into `model`. Each is returned only once."""
     return [one for one in model.modules() if isinstance(one, kind) and one.__dict__.pop("_fresh", False)]
 
 
@@ -114,9 +114,9 @@ def spatial_count(x: Tensor) -> int:
 
 
 def choose_groups(channels: int, num_groups: int | None) -> int:
-    """The number of groups for a layer: the largest divisor of its channels that is not above `num_groups`.
+    """The number of groups of a layer: the largest divisor of its channels that is not above `num_groups`.
 
-    Without a wish it is 32, and a group has at least two channels: one channel per group is instance norm.
+    None means up to 32 groups with at least two channels each, because one channel per group is instance norm.
     """
     if num_groups is not None and (not is_whole(num_groups) or num_groups < 1):
         raise OptionError(f"num_groups must be a whole number of at least 1, or None for up to 32; got {num_groups!r}")

@@ -1,9 +1,9 @@
-"""Torch's batch norm with a switch for its running statistics, which makes Double-Forward possible for it (BN-2).
+"""Torch's batch norm whose recording can be turned off, so that it can be used with Double-Forward (BN-2).
 
     y = γ(x − μ_B)/√(σ_B² + ε) + β
     running ← (1 − momentum)·running + momentum·(μ_B, σ_B² n/(n − 1))
 
-A training forward is torch's own operation on copies of the running statistics; recording puts the copies in place.
+A training forward is torch's own operation on copies of the running statistics; recording writes the copies back.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from memnorm.norms.base import RunningNorm
 
 
 class RecordingBatchNorm(RunningNorm):
-    """`torch.nn.BatchNorm1d/2d/3d` with `recording`: while it is off, training forwards leave no trace."""
+    """`torch.nn.BatchNorm1d/2d/3d` with `recording`; while it is off, training forwards do not change the layer."""
 
     MIN_VALUES = 2
     READS_STATISTICS = False
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         """The output, and the running statistics that torch would have after it."""
-        # Torch too reads the counter on the host for momentum=None.
+        # For momentum=None, torch also reads the counter on the host.
         momentum = 1 / (float(state.weight) + 1) if self.momentum is None else self.momentum
         y = F.batch_norm(x, state.mean, state.var, self.weight, self.bias, True, momentum, self.eps)
         return y, Moments(state.mean, state.var, count_per_channel(x))

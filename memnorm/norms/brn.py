@@ -1,11 +1,11 @@
-"""Batch Renormalization: batch norm, then the affine map per channel that makes it the moving averages' normalisation.
+"""Batch Renormalization: batch norm, corrected per channel to the normalization by moving averages.
 
     r = clip(σ_B/σ, 1/r_max, r_max)      d = clip((μ_B − μ)/σ, −d_max, d_max)      (both constants)
     y = γ((x − μ_B)/σ_B · r + d) + β     μ ← μ + α(μ_B − μ)      σ ← σ + α(σ_B − σ)
 
-Every σ has ε under its root, as in the paper's Algorithm 1. What is averaged is the deviation, and what is stored is
-the `running_var` with σ = √(running_var + ε), so that checkpoints and eval are batch norm's. The limits are relaxed
-from batch norm's (1, 0) to (r_max, d_max) as batches are recorded.
+Every σ includes ε under the root, as in the paper's Algorithm 1. The standard deviation is averaged, but stored as
+`running_var` with σ = √(running_var + ε), so that checkpoints and eval mode are those of batch norm. The limits are
+relaxed from (1, 0), which is batch norm, to (r_max, d_max) as batches are recorded.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ class BatchRenorm(RunningNorm):
     """Batch Renormalization over (N, C, …).
 
     Args:
-        r_max: largest ratio between the batch's deviation and the moving one that is corrected, at least 1.
-        d_max: largest distance between the means that is corrected, in moving deviations; with r_max=1, d_max=0
-            training is batch norm's.
-        total_steps: length of the training, to which the published relaxation is scaled; None: its absolute steps.
+        r_max: the largest corrected ratio between the standard deviations of batch and moving average, at least 1.
+        d_max: the largest corrected distance between the means, in standard deviations. r_max=1, d_max=0 is batch norm.
+        total_steps: length of the training, to which the published schedule is scaled; None uses the published steps.
     """
 
     OPTIONS: ClassVar[dict[str, Any]] = {"r_max": 3.0, "d_max": 5.0, "total_steps": None}
@@ -45,16 +44,14 @@ class BatchRenorm(RunningNorm):
     def _install(self, **options: Any) -> None:
         r_max, d_max = options["r_max"], options["d_max"]
         if not is_number(r_max) or not r_max >= 1:
-            raise OptionError(f"brn: r_max must be at least 1, where no deviation is corrected; got {r_max!r}")
+            raise OptionError(f"brn: r_max must be at least 1, which corrects no deviation; got {r_max!r}")
         if not is_number(d_max) or not d_max >= 0:
             raise OptionError(f"brn: d_max must be zero or positive, in standard deviations; got {d_max!r}")
         check_total_steps("brn", options["total_steps"])
         super()._install(**options)
 
     def limits(self, batches: Any = None) -> tuple[Tensor, Tensor]:
-        """(r_max, d_max) after so many recorded batches, those of the layer by default. Linear in between, and
-        constant once they are reached.
-        """
+        """(r_max, d_max) after this many recorded batches, by default those of the layer: linear, then constant."""
         batches = self._as_float(self.num_batches_tracked if batches is None else batches)
         scale = 1 if self.total_steps is None else self.total_steps / PUBLISHED
         past_warm_up = batches - WARM_UP * scale

@@ -1,16 +1,16 @@
-"""Cross-Iteration Batch Normalization: the statistics of the last k batches, corrected for how the weights have moved.
+"""Cross-Iteration Batch Normalization: the statistics of the last k batches, corrected for the changes of the weights.
 
-A batch of τ iterations ago had mean μ and second moment ν under weights θ' = θ(t−τ). What they would be under the
-present weights θ follows from a first-order expansion in the filters of the layer before the norm, each channel's
-statistics in its own filter and bias:
+A batch of τ iterations ago had mean μ and second moment ν with weights θ' = θ(t−τ). Their values with the current
+weights θ are estimated by a first-order expansion in the filters of the preceding layer, for each channel in its own
+filter and bias:
 
     μ(θ) ≈ μ + ∂μ/∂θ·(θ − θ')          ν(θ) ≈ ν + ∂ν/∂θ·(θ − θ')
     μ̄ = mean over the k batches of μ(θ)          ν̄ = mean of max(ν(θ), μ(θ)²)          σ̄² = ν̄ − μ̄²
     y = γ (x − μ̄)/√(σ̄² + ε) + β
 
-The gradient flows through the present batch's share of μ̄ and σ̄²; earlier batches are constants. Running statistics
-and eval are batch norm's. For the first `burn_in` batches k is 1: the expansion holds for small steps of the weights,
-and the steps of a training are largest at first.
+The gradient flows through the share of the current batch in μ̄ and σ̄²; earlier batches are constants. Running
+statistics and eval mode are those of batch norm. For the first `burn_in` batches k is 1, because the expansion holds
+for small changes of the weights, and the changes are largest at the start of training.
 
 With p the input patch under the filter, x = θ·p + b, so ∂μ/∂θ = mean(p), which is the same for all channels of a group,
 and with σ² in place of ν, which loses no digits where the mean is large, ∂σ²/∂θ = 2 cov(x, p) and
@@ -19,9 +19,9 @@ and with σ² in place of ν, which loses no digits where the mean is large, ∂
 
 Earlier batches enter as the union of equally weighted sets, which is the memory of memorized batch norm.
 
-Which layer feeds a norm is seen as the model runs: a forward hook on convolutions and linear layers leaves a note on
-the tensor they return, and the norm looks for one on its input. Without a note, or with one from another layer than
-before, the batch is normalised by its own statistics and not remembered.
+The preceding layer is found as the model runs: a forward hook on convolutions and linear layers attaches a `Source` to
+their output, and the norm looks for it on its input. Without one, or with one from another layer than before, the batch
+is normalized by its own statistics and not remembered.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from memnorm.norms.brn import check_total_steps
 from memnorm.norms.window import WindowedNorm, check_whole, count_up, place
 
 NOTE = "_memnorm_source"
-BURN_IN = 2 / 3  # of the training, as in the authors' configurations for COCO: 8 of 12 epochs
+BURN_IN = 2 / 3  # share of the training, as in the authors' configurations for COCO: 8 of 12 epochs
 
 
 class Source(NamedTuple):
-    """Where a tensor comes from; the versions tell whether something was changed in place since."""
+    """The layer that computed a tensor, its input, and the versions of input and output to detect in-place changes."""
 
     layer: Any
     input: Tensor
@@ -53,11 +53,11 @@ class Source(NamedTuple):
 
 
 class CrossIterationBatchNorm(WindowedNorm):
-    """Cross-iteration batch norm over (N, C, …), behind a convolution or linear layer with the hook `note_source`.
+    """Cross-iteration batch norm over (N, C, …), after a convolution or linear layer with the hook `note_source`.
 
     Args:
-        window: k, the batches whose statistics are used, the present one included.
-        burn_in: batches before earlier ones are used; None: two thirds of `total_steps`, or none if that is not given.
+        window: k, the number of batches whose statistics are used, including the current one.
+        burn_in: the number of batches before earlier ones are used; None: two thirds of `total_steps`, or 0 without it.
         total_steps: length of the training.
     """
 
@@ -77,9 +77,9 @@ class CrossIterationBatchNorm(WindowedNorm):
     window: int
     burn_in: int
     total_steps: int | None
-    memory_mean: Tensor  # moments of earlier batches under the weights they had
+    memory_mean: Tensor  # moments of earlier batches with their weights
     memory_var: Tensor
-    memory_linear_mean: Tensor  # slope · weights, under those weights
+    memory_linear_mean: Tensor  # slope · weights, with those weights
     memory_linear_var: Tensor
     memory_slope_mean: Tensor  # (k − 1, groups, weights of a filter)
     memory_slope_var: Tensor  # (k − 1, channels, weights of a filter)
@@ -99,12 +99,12 @@ class CrossIterationBatchNorm(WindowedNorm):
         for name in self.MEMORY[:4]:
             self._remember(name, self.window - 1, self.num_features)
         for name in ("memory_slope_mean", "memory_slope_var"):
-            self._remember(name, self.window - 1, 0, 0)  # until the layer before this one is known
+            self._remember(name, self.window - 1, 0, 0)  # until the preceding layer is known
         for name in ("memory_filled", "memory_next", "memory_steps"):
             self._remember(name, dtype=torch.long)
 
     def _forward(self, input: Tensor) -> Tensor:
-        source = take_note(input)
+        source = take_source(input)
         if source is not None and self._accepts(source, input):
             self._feed = source, input.detach()
         try:
@@ -113,7 +113,7 @@ class CrossIterationBatchNorm(WindowedNorm):
             self._feed = None
 
     def _accepts(self, source: Source, x: Tensor) -> bool:
-        """Whether there is a memory, of batches that came through the same layer."""
+        """Return True if there is a memory of batches that came through the same layer."""
         owner = self._fed_by() if self._fed_by is not None else None
         unused = not self.training or self.window == 1 or self.running_mean is None
         if unused or (owner is not None and owner is not source.layer):
@@ -132,7 +132,7 @@ class CrossIterationBatchNorm(WindowedNorm):
         return True
 
     def _read(self) -> Moments:
-        """The union of the earlier batches under the present weights, and how many they are."""
+        """The union of the earlier batches with the current weights, and their number."""
         if self._feed is None:
             none = torch.zeros_like(self.memory_filled)
             return Moments(snapshot(self.running_mean), snapshot(self.running_var), none)
@@ -150,7 +150,7 @@ class CrossIterationBatchNorm(WindowedNorm):
 
     @staticmethod
     def _linear(layer: Any, slope_KGF: Tensor, slope_KCF: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """What the slopes give for the present weights and bias of `layer`, for mean and variance."""
+        """The linear terms of mean and variance for the current weights and bias of `layer`."""
         weight_CF = layer.weight.detach().flatten(1).to(dtype)
         grouped = weight_CF.unflatten(0, (slope_KGF.shape[1], -1))
         with torch.autocast(weight_CF.device.type, enabled=False):
@@ -163,7 +163,7 @@ class CrossIterationBatchNorm(WindowedNorm):
         if count == 1 and not bool(state.weight > 0):
             raise InputError(
                 f"{type(self).__name__}: Expected more than 1 value per channel when training, got input size "
-                f"{tuple(x.shape)}, and no earlier batch is remembered. Begin with a larger batch."
+                f"{tuple(x.shape)}, and no earlier batch is remembered. Start with a larger batch."
             )
         memory = Moments(state.mean, state.var, state.weight * count)
         return normalize_with_memory(x, self.weight, self.bias, memory, self.eps)
@@ -188,7 +188,7 @@ class CrossIterationBatchNorm(WindowedNorm):
         for name in ("memory_slope_mean", "memory_slope_var"):
             saved, own = state_dict.get(prefix + name), self._buffers.get(name)
             if isinstance(saved, Tensor) and own is not None and saved.shape[0] == own.shape[0]:
-                self._remember(name, *saved.shape)  # the layer it was saved from may have run, and this one not
+                self._remember(name, *saved.shape)  # this layer may not have run yet
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class CrossIterationBatchNorm(WindowedNorm):
 
 
 def slopes(source: Source, x: Tensor, batch: Moments) -> tuple[Tensor, Tensor]:
-    """∂μ/∂θ per group and ∂σ²/∂θ per channel, of the batch `x` that `source` gave, as rows of weights."""
+    """∂μ/∂θ per group and ∂σ²/∂θ per channel for the output `x` of `source`, as rows of weights."""
     layer, dtype = source.layer, statistics_dtype(x.dtype)
     count = count_per_channel(x)
     centred = (x.to(dtype) - batch.mean.view(1, -1, *[1] * (x.dim() - 2))) * (2 / count)
@@ -209,7 +209,7 @@ def slopes(source: Source, x: Tensor, batch: Moments) -> tuple[Tensor, Tensor]:
 
 
 def _by_filter(layer: Any, patches: Tensor, grad: Tensor) -> Tensor:
-    """Σ over positions of `grad` times the patch there, for every channel of `grad`."""
+    """The sum over positions of `grad` times the patch, for every channel of `grad`."""
     padding = layer.padding
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
@@ -232,7 +232,7 @@ def _by_filter(layer: Any, patches: Tensor, grad: Tensor) -> Tensor:
 
 
 def note_source(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook: leave a note on what a convolution or linear layer returns in training."""
+    """Forward hook that attaches a `Source` to the output of a convolution or linear layer in training."""
     if torch.compiler.is_compiling() or not layer.training or type(output) is not Tensor or output.is_inference():
         return
     given = args[0] if args else kwargs["input"]
@@ -241,8 +241,8 @@ def note_source(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         setattr(output, NOTE, Source(layer, given.detach(), (given._version, output._version)))
 
 
-def take_note(x: Tensor) -> Source | None:
-    """The note on `x`, which is removed; None if there is none or a tensor was changed in place since."""
+def take_source(x: Tensor) -> Source | None:
+    """Remove and return the `Source` of `x`; None if there is none or a tensor was changed in place since."""
     source: Source | None = getattr(x, NOTE, None)
     if source is None:
         return None
@@ -251,7 +251,7 @@ def take_note(x: Tensor) -> Source | None:
 
 
 def watch_sources(model: nn.Module, _options: Mapping[str, Any] | None = None) -> None:
-    """Put the hook on every convolution and linear layer of `model`."""
+    """Add the hook to every convolution and linear layer of `model`."""
     for module in model.modules():
         wanted = isinstance(module, (_ConvNd, nn.Linear)) and not isinstance(module, _ConvTransposeNd)
         if wanted and note_source not in module._forward_hooks.values():
@@ -259,7 +259,7 @@ def watch_sources(model: nn.Module, _options: Mapping[str, Any] | None = None) -
 
 
 def unwatch_sources(model: nn.Module) -> None:
-    """Take the hooks of `watch_sources` away."""
+    """Remove the hooks of `watch_sources`."""
     for module in model.modules():
         for key in [key for key, hook in module._forward_hooks.items() if hook is note_source]:
             del module._forward_hooks[key]

@@ -1,9 +1,9 @@
-"""EvoNorm-S0: a norm and an activation in one, found by an evolutionary search.
+"""EvoNorm-S0: a norm with an activation, found by an evolutionary search.
 
     y = x σ(v x)/√(s² + ε) · γ + β      σ the logistic function, v learned per channel
 
-s² is the variance of a group of channels over the pixels of one image, as in group norm; x itself is not centred. Where
-no activation followed the batch norm, the paper's layer is γ x + β.
+s² is the variance of a group of channels over the pixels of one image, as in group norm; x itself is not centered. If
+no activation followed the batch norm, the layer is γ x + β, as in the paper.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from memnorm.norms.batch_free import (
 
 
 class EvoNormS0(BatchFreeNorm):
-    """EvoNorm-S0 over (N, C, …); without `gate` (v, None) it is the affine map alone.
+    """EvoNorm-S0 over (N, C, …). If `gate` (v) is None, it is only the affine map.
 
     Args:
-        num_groups: the most groups the layer may have; it gets the largest number that divides its channels. None is
-            up to 32, with two channels or more to a group.
+        num_groups: the largest number of groups; see `choose_groups`.
         eps: ε.
     """
 
@@ -57,7 +56,7 @@ class EvoNormS0(BatchFreeNorm):
             return self._affine(x)
         if self.num_features // self.num_groups * spatial_count(x) < 2:
             raise InputError(
-                f"EvoNormS0: needs two values or more in each of its {self.num_groups} groups, to have a variance; got "
+                f"EvoNormS0: needs at least two values in each of its {self.num_groups} groups for a variance; got "
                 f"shape {tuple(x.shape)}. Use fewer groups: "
                 f'memnorm.convert(model, "evonorm_s0", num_groups={max(1, self.num_groups // 2)}).'
             )
@@ -73,7 +72,7 @@ class EvoNormS0(BatchFreeNorm):
 
 
 def surgery(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """The whole layer where ReLU or SiLU follows, in its place where that is safe; elsewhere the affine map."""
+    """Remove the ReLU or SiLU after a layer where that is safe. Layers without one become the affine map."""
     layers = fresh_layers(model, EvoNormS0)
     for layer in set(layers) - absorb(model, layers, (nn.ReLU, nn.SiLU)):
         layer.gate = None

@@ -2,9 +2,9 @@
 
     ν² = mean of x² over the pixels of one channel of one image
     y  = γ x/√(ν² + ε) + β          ε = 10⁻⁶, or 10⁻⁶ + |ε'| with ε' learned
-    z  = max(y, τ)                  τ learned per channel, in the place of ReLU's 0
+    z  = max(y, τ)                  τ learned per channel, instead of 0 in ReLU
 
-Without centring, a fixed threshold at zero may cut everything or nothing off; so norm and activation go together.
+Without centering, a fixed threshold at zero may cut off everything or nothing, so the norm includes the activation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from memnorm.norms.batch_free import BatchFreeNorm, check_eps, fresh_layers, per
 
 
 class FilterResponseNorm(BatchFreeNorm):
-    """Filter Response Normalization over (N, C, …) and its TLU; without `threshold` (None) the normalisation alone.
+    """Filter Response Normalization over (N, C, …) with TLU. If `threshold` is None, it is only the normalization.
 
     Args:
-        eps: the constant part of ε.
-        learned_eps: add the absolute value of a learned number to ε, one per layer, at first 0.0001. Needed where maps
-            have a single pixel: there x/√(x² + ε) with a small ε is little more than the sign of x.
+        eps: the constant part of ε. learned_eps: add the absolute value of a learned number to ε, one per layer,
+        initially 0.0001. This is needed for
+            maps with a single pixel, where x/√(x² + ε) with a small ε is almost the sign of x.
     """
 
     OPTIONS: ClassVar[dict[str, Any]] = {"eps": 1e-6, "learned_eps": False}
@@ -53,8 +53,8 @@ class FilterResponseNorm(BatchFreeNorm):
     def _forward(self, x: Tensor) -> Tensor:
         if self.added_eps is None and spatial_count(x) == 1:
             raise InputError(
-                f"FilterResponseNorm: of a single value per image and channel (shape {tuple(x.shape)}) only the "
-                'sign would be left. Use memnorm.convert(model, "frn", learned_eps=True), or larger images.'
+                f"FilterResponseNorm: a single value per image and channel (shape {tuple(x.shape)}) would be "
+                'reduced to its sign. Use memnorm.convert(model, "frn", learned_eps=True), or larger images.'
             )
         eps: Any = self.eps if self.added_eps is None else self.eps + self.added_eps.abs()
         wide = x.to(statistics_dtype(x.dtype))
@@ -64,7 +64,7 @@ class FilterResponseNorm(BatchFreeNorm):
 
 
 def surgery(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """The TLU where a ReLU follows, in its place where that is safe; elsewhere the normalisation alone."""
+    """Remove the ReLU after a layer where that is safe. Layers without one have no TLU."""
     layers = fresh_layers(model, FilterResponseNorm)
     for layer in set(layers) - absorb(model, layers, (nn.ReLU,)):
         layer.threshold = None

@@ -1,10 +1,10 @@
-"""Ghost batch norm: a large batch is normalised in parts, as if it were several small batches.
+"""Ghost batch norm: a large batch is normalized in parts, like several small batches.
 
     ghost batches of g images in order;  each:  y = γ(x − μ_l)/√(σ_l² + ε) + β
     running ← (1 − momentum)·running + momentum·(μ_l, σ_l² n/(n − 1))      for each ghost batch in turn
 
-So a training forward is what torch's batch norm does when it is called on one ghost batch after the other, computed in
-one call. A remainder is a ghost batch of its own; a single value, which has no variance, joins the last whole one.
+A training forward computes in one call what torch's batch norm computes on one ghost batch after the other. The
+remainder is a smaller ghost batch; a single value, which has no variance, is added to the last whole one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GhostBatchNorm(RunningNorm):
     """Ghost batch norm over (N, C, …).
 
     Args:
-        ghost_size: images per ghost batch; batch norm, if the batch is not larger.
+        ghost_size: images per ghost batch. A batch that is not larger is normalized as in batch norm.
     """
 
     OPTIONS: ClassVar[dict[str, Any]] = {"ghost_size": 32}
@@ -39,7 +39,7 @@ class GhostBatchNorm(RunningNorm):
         super()._install(**options)
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
-        """The output, and the mean and unbiased variance of each ghost batch, a row each."""
+        """The output, and the mean and unbiased variance of each ghost batch in a row."""
         whole = self._whole_ghosts(x)
         images = whole * self.ghost_size
         parts = [self._ghosts(x[:images], whole)] if whole else []
@@ -53,7 +53,7 @@ class GhostBatchNorm(RunningNorm):
         return y, Moments(means, variances, len(means))
 
     def _whole_ghosts(self, x: Tensor) -> int:
-        """How many ghost batches of exactly `ghost_size` come before what is left."""
+        """The number of ghost batches of exactly `ghost_size` before the remainder."""
         images, values = x.shape[0], count_per_channel(x) // x.shape[0]
         if self.ghost_size * values == 1:
             raise InputError(
@@ -64,8 +64,8 @@ class GhostBatchNorm(RunningNorm):
         return whole - 1 if left * values == 1 else whole
 
     def _ghosts(self, x: Tensor, ghosts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalise equal ghost batches, as batch norm with a channel for each channel of each ghost batch; and their
-        means and unbiased variances, as torch computes them for running statistics.
+        """Normalize ghost batches of equal size, as batch norm with one channel per channel and ghost batch. Also
+        return their means and unbiased variances.
         """
         dtype = statistics_dtype(x.dtype)
         weight, bias = (None if p is None else p.to(dtype).repeat(ghosts) for p in (self.weight, self.bias))
@@ -77,7 +77,7 @@ class GhostBatchNorm(RunningNorm):
         return y, mean.view(ghosts, -1), var.view(ghosts, -1)
 
     def _record(self, batch: Moments, state: Moments) -> None:
-        """The updates of all ghost batches at once: the weight of each after the ones that follow it."""
+        """Apply the updates of all ghost batches at once, each with its weight after those that follow."""
         ghosts, dtype = int(batch.weight), batch.mean.dtype
         position = torch.arange(ghosts, device=batch.mean.device, dtype=dtype)
         kept: Any

@@ -1,8 +1,8 @@
-"""Group normalization: the channels of each image in groups, each group with its own mean and variance.
+"""Group normalization: the channels of each image are divided into groups with their own mean and variance.
 
     y = γ (x − μ)/√(σ² + ε) + β      μ, σ² over the C/G channels of a group and all pixels of one image
 
-Torch's own `nn.GroupNorm` with batch norm's γ, β and ε.
+This is `nn.GroupNorm` with γ, β and ε of the batch norm.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from memnorm.norms.batch_free import choose_groups
 
 
 def replace(layer: _BatchNorm, *, num_groups: int | None = None) -> nn.Module:
-    """`num_groups`: the most groups a layer may have; it gets the largest number that divides its channels. None is up
-    to 32, with two channels or more to a group.
-    """
+    """Replace a batch norm by group norm; for `num_groups`, see `choose_groups`."""
 
     def build(channels: int) -> nn.GroupNorm:
         return nn.GroupNorm(choose_groups(channels, num_groups), channels, eps=layer.eps, affine=layer.affine)

@@ -19,8 +19,8 @@ from memnorm.norms.batch_free import spatial_count
 class InstanceNorm(_InstanceNorm):
     """Torch's instance norm for inputs (N, C, …) with at least one spatial dimension.
 
-    Torch's own classes take an input that lacks one dimension for a single image: (N, C) would be normalised along the
-    channels, without a word.
+    Torch's own classes treat an input with one dimension less as a single image: they would normalize (N, C) along the
+    channels without an error.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -33,13 +33,13 @@ class InstanceNorm(_InstanceNorm):
         shape = tuple(input.shape)
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise InputError(
-                f"InstanceNorm: expected input (N, {self.num_features}, …), as many channels as the layer has; got "
-                f"shape {shape}"
+                f"InstanceNorm: expected input (N, {self.num_features}, …) with the channels of the layer; got shape "
+                f"{shape}"
             )
         if spatial_count(input) < 2:
             raise InputError(
-                f"InstanceNorm: needs two values per image and channel or more, to have a variance; got shape {shape}. "
-                "Use images large enough that pixels are left here, or a norm that looks across channels: "
+                f"InstanceNorm: needs at least two values per image and channel for a variance; got shape {shape}. "
+                "Use larger images, or a norm over several channels: "
                 'memnorm.convert(model, "group") or "layer".'
             )
 

@@ -1,10 +1,10 @@
-"""Lagged batch norm (Real NVP, Appendix E): normalise with the moving averages after the current batch has entered.
+"""Lagged batch norm (Real NVP, Appendix E): normalize by the moving averages that include the current batch.
 
     μ̃ ← (1 − a)μ̃ + a μ_B      σ̃² ← (1 − a)σ̃² + a σ_B²      y = γ(x − μ̃)/√(σ̃² + ε) + β
 
-The gradient flows through μ_B and σ_B², the past is constant. The averages are debiased: with momentum m, the t-th
-batch has a_t = m/(1 − (1 − m)^t), which makes the average of t batches that of a series begun with nothing. So a_1 = 1,
-the initial (0, 1) never counts, and the first training step is batch norm's.
+The gradient flows through μ_B and σ_B²; earlier batches are constants. The averages are debiased: with momentum m, the
+t-th batch has a_t = m/(1 − (1 − m)^t). So a_1 = 1, the initial (0, 1) has no weight, and the first training step is
+that of batch norm.
 """
 
 from __future__ import annotations

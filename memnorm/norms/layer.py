@@ -2,7 +2,7 @@
 
     y = γ (x − μ)/√(σ² + ε) + β      μ, σ² over C, H, W … of one image; γ, β per channel
 
-Torch's own `nn.GroupNorm` with a single group, which for inputs (N, C) is `nn.LayerNorm(C)`.
+This is `nn.GroupNorm` with a single group, which for inputs (N, C) is `nn.LayerNorm(C)`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Momentum Batch Normalization: a small batch's moments averaged with past ones, so that they are as noisy as those of
-a batch of the ideal size m₀.
+"""Momentum Batch Normalization: the moments of a small batch are averaged with earlier ones, so that they have the
+noise of a batch of the ideal size m₀.
 
     μ ← λμ + (1 − λ)μ_B      σ² ← λσ² + (1 − λ)σ_B²      y = γ(x − μ)/√(σ² + ε) + β
     λ = ρ^(T/(T − 1)·max(T − t, 0)) − ρ^T,  ρ = min(m/m₀, 1)^(1/T)      at step t of T, with m images in the batch
     inference:  running ← τ running + (1 − τ)(μ_B, σ_B²),  τ = τ₀^(m/m₀)
 
-λ rises from 0, batch norm's noise, to 1 − m/m₀. The gradient flows through μ_B and σ_B². Training and inference have
-averages of their own, `momentum_mean` and `momentum_var` beside `running_mean` and `running_var`.
+λ rises from 0, which is batch norm, to 1 − m/m₀. The gradient flows through μ_B and σ_B². Training has its own
+averages, `momentum_mean` and `momentum_var`, in addition to `running_mean` and `running_var` for inference.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class MomentumBatchNorm(RunningNorm):
     """Momentum Batch Normalization over (N, C, …); the batch size is that of each input.
 
     Args:
-        ideal_batch_size: m₀; a batch as large or larger is batch norm's in training.
-        total_steps: T, the steps of the training; None: λ has its final value from the start, and the first batches
-            are averaged evenly.
+        ideal_batch_size: m₀; training on batches of this size or larger is that of batch norm.
+        total_steps: T, the steps of the training. None: λ has its final value from the start, and the first batches are
+            averaged with equal weights.
         momentum: 1 − τ₀, the weight of a batch of the ideal size in the running statistics.
     """
 
@@ -60,7 +60,7 @@ class MomentumBatchNorm(RunningNorm):
                 self.get_buffer(name).copy_(self.get_buffer(source))
 
     def past_share(self, batch_size: int, batches: Any = None) -> Tensor:
-        """λ for a batch of this size after so many recorded batches, those of the layer by default."""
+        """λ for a batch of this size after this many recorded batches, by default those of the layer."""
         batches = self._as_float(self.num_batches_tracked if batches is None else batches)
         ratio = min(batch_size / self.ideal_batch_size, 1.0)
         if self.total_steps is None:
@@ -92,7 +92,7 @@ class MomentumBatchNorm(RunningNorm):
         self._store(blend(self.running_mean, batch.mean, share), blend(self.running_var, batch.var, share))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        """A plain batch norm's checkpoint has one pair of averages: both of ours begin with it."""
+        """A checkpoint of plain batch norm has one pair of averages, which initializes both pairs."""
         for name, source in AVERAGES.items():
             if prefix + source in state_dict and self._buffers.get(name) is not None:
                 state_dict.setdefault(prefix + name, state_dict[prefix + source].clone())

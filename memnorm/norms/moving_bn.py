@@ -1,9 +1,9 @@
-"""Moving averages alone: training normalises as eval does, and only the statistics follow the batches.
+"""Moving averages only: training normalizes as eval mode does, and the statistics follow the batches.
 
     y = γ(x − μ)/√(σ² + ε) + β,  dx = γ/√(σ² + ε) · g          then μ, σ² ← moving averages, as in torch
 
-The batch's own statistics are neither in the output nor in the gradient, so nothing keeps a step from changing the
-scale of the layer, and the statistics follow afterwards: the example of what may blow up.
+Neither the output nor the gradient depends on the statistics of the batch, so a step can change the scale of the layer
+before the statistics follow. Training may diverge; this norm is an example of that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memnorm.norms.base import RunningNorm
 
 
 class MovingBatchNorm(RunningNorm):
-    """Batch norm that uses its running statistics in training too; the first batch meets the initial (0, 1)."""
+    """Batch norm that uses its running statistics in training, too, beginning with the initial (0, 1)."""
 
     MIN_VALUES = 2
 

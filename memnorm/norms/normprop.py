@@ -1,12 +1,12 @@
-"""Normalization Propagation: the data are normalised once, and every layer passes the normalisation on.
+"""Normalization Propagation: the data are normalized once, and every layer preserves the normalization.
 
     u = γ (w·x)/(1.21 ‖w‖) + β         o = (max(u, 0) − √(1/2π))/√(½(1 − 1/π))
 
 If x has mean 0, variance 1 and uncorrelated entries, (w·x)/‖w‖ is nearly Gaussian with mean 0 and variance 1; the two
-constants are the exact mean and deviation of such a variable after ReLU. Max pooling is normalised in the same way, by
-the moments of the largest of as many independent rectified values as its window holds, average pooling by 1/√n. The
-expected singular value of a layer's Jacobian is √(1/2)/√(½(1 − 1/π)) = 1.21: dividing by it, gradients keep their size.
-No statistic is estimated anywhere. Sums and concatenations of branches have no such constants.
+constants are the exact mean and standard deviation of such a variable after ReLU. Max pooling is normalized by the
+moments of the largest of n independent values after ReLU, for a window of n; average pooling by 1/√n. The expected
+singular value of the Jacobian of a layer is √(1/2)/√(½(1 − 1/π)) = 1.21; the division by it preserves the size of
+gradients. No statistic is estimated. For sums and concatenations of branches there are no such constants.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.errors import OptionError, is_number
+from memnorm.modules import replace_modules
 from memnorm.norms.base import as_leaf, has_activation, takes_over
 from memnorm.norms.batch_free import BatchFreeNorm, fresh_layers
-from memnorm.norms.wiring import Unseen, Wiring
+from memnorm.norms.wiring import NotTraceable, Wiring
 
-RECTIFIED_MEAN = math.sqrt(1 / (2 * math.pi))
-RECTIFIED_STD = math.sqrt((1 - 1 / math.pi) / 2)
+RELU_MEAN = math.sqrt(1 / (2 * math.pi))
+RELU_STD = math.sqrt((1 - 1 / math.pi) / 2)
 RATIO = 1.21
 
 MAX_POOLS: dict[type[nn.Module], int] = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}
@@ -38,10 +39,10 @@ POOLING_FUNCTIONS = (F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.a
 
 
 class NormProp(BatchFreeNorm):
-    """γ x/ratio + β, behind a layer with filters of unit length.
+    """γ x/ratio + β, after a layer with filters of unit length.
 
     Args:
-        ratio: 1.21 keeps the size of gradients through a layer, 1 that of activations.
+        ratio: 1.21 preserves the size of gradients, 1 that of activations.
     """
 
     OPTIONS: ClassVar[dict[str, Any]] = {"ratio": RATIO}
@@ -77,7 +78,7 @@ def unit(weight: Tensor) -> Tensor:
 
 
 class _UnitConv:
-    """A convolution by filters of unit length, whatever length its weight has."""
+    """A convolution with its filters scaled to unit length."""
 
     weight: Tensor
     bias: Tensor | None
@@ -102,7 +103,7 @@ class UnitConv3d(_UnitConv, nn.Conv3d):
 
 
 class UnitLinear(nn.Linear):
-    """A linear layer with rows of unit length, whatever length its weight has."""
+    """A linear layer with its rows scaled to unit length."""
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
@@ -120,7 +121,7 @@ UNIT: dict[type[nn.Module], type[nn.Module]] = {
 
 @cache
 def largest_of(count: int) -> tuple[float, float]:
-    """Mean and deviation of max(0, z₁, …, zₙ) for n independent standard Gaussians.
+    """Mean and standard deviation of max(0, z₁, …, zₙ) for n independent standard Gaussians.
 
     The largest has the distribution Φⁿ, so E[max] = ∫₀ (1 − Φⁿ) dz and E[max²] = ∫₀ 2z (1 − Φⁿ) dz.
     """
@@ -132,35 +133,35 @@ def largest_of(count: int) -> tuple[float, float]:
 
 
 def after_pooling(pool: nn.Module) -> Standardize:
-    """What normalises the result of pooling normalised ReLUs, as if the values in the window were independent."""
+    """The normalization after pooling of normalized ReLUs, for independent values in the window."""
     dims = MAX_POOLS.get(type(pool)) or AVERAGE_POOLS[type(pool)]
     size: Any = pool.kernel_size
     count = size**dims if isinstance(size, int) else math.prod(size)
     if type(pool) in AVERAGE_POOLS:
         return Standardize(0.0, 1 / math.sqrt(count))
     mean, std = largest_of(count)
-    return Standardize((mean - RECTIFIED_MEAN) / RECTIFIED_STD, std / RECTIFIED_STD)
+    return Standardize((mean - RELU_MEAN) / RELU_STD, std / RELU_STD)
 
 
 @dataclass
 class Plan:
-    """What to change besides the norms."""
+    """The modules to change besides the norms."""
 
     feeders: set[nn.Module] = field(default_factory=set)
-    rectifiers: set[nn.Module] = field(default_factory=set)
+    relus: set[nn.Module] = field(default_factory=set)
     pools: set[nn.Module] = field(default_factory=set)
 
 
 class Refusal(Exception):
-    """The message is the reason."""
+    """NormProp does not support the model; the message says why."""
 
 
 def refuse(model: nn.Module) -> str | None:
-    """The reason that NormProp cannot be put into `model`; None if it can."""
+    """The reason why `model` cannot be converted to NormProp, or None."""
     norms = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
     inner = {type(layer.act) for layer in norms if has_activation(layer)} - {nn.ReLU, nn.Identity}
     if inner:
-        return f"its norms have {inner.pop().__name__} inside; normprop knows the moments after ReLU only"
+        return f"its norms include {inner.pop().__name__}; normprop supports ReLU only"
     try:
         plan(model, norms)
     except Refusal as reason:
@@ -172,34 +173,30 @@ def plan(model: nn.Module, norms: list[Any]) -> Plan:
     if not norms:
         return Plan()
     if model in norms:
-        raise Refusal("a norm by itself has no filters; convert the model that it is part of")
+        raise Refusal("a single norm has no filters; convert the model that contains it")
     try:
         wiring = Wiring(model)
-    except Unseen as error:
-        raise Refusal(
-            "normprop must see which convolution, ReLU and pooling belong together, and the model's graph cannot be "
-            f"traced ({error})"
-        ) from None
+    except NotTraceable as error:
+        raise Refusal(f"normprop needs the graph of the model, which cannot be traced ({error})") from None
     for node in wiring.graph.nodes:
         if len(wiring.tensors(node)) > 1 and node.op != "output":
             raise Refusal(
                 f"its branches are joined ({wiring.name(node)}), as in a residual network; the moments of the sum or "
-                "concatenation are not known in advance, and normprop only knows chains of convolution, norm, ReLU and "
-                "pooling"
+                "concatenation are unknown. normprop supports chains of convolution, norm, ReLU and pooling only"
             )
-    result, feeding, rectifying, pooling = Plan(), set(), set(), set()
+    result, feeding, activating, pooling = Plan(), set(), set(), set()
     for norm in norms:
         for node in wiring.sites.get(norm, ()):
             feeding.add(_feeder(wiring, node))
             behind = wiring.behind(node)
             if behind is not None and wiring.activation(behind, (nn.ReLU,)):
-                rectifying.add(behind)
+                activating.add(behind)
                 pooling |= _pooling(wiring, behind)
             else:
                 _check_behind(wiring, node, behind)
     for nodes, modules in (
         (feeding, result.feeders),
-        (rectifying, result.rectifiers),
+        (activating, result.relus),
         (pooling, result.pools),
     ):
         modules.update(_modules(wiring, nodes))
@@ -209,63 +206,61 @@ def plan(model: nn.Module, norms: list[Any]) -> Plan:
 def _feeder(wiring: Wiring, node: fx.Node) -> fx.Node:
     feeder = wiring.before(node)
     if feeder is None or type(wiring.module(feeder)) not in UNIT:
-        found = "something that others use too" if feeder is None else wiring.name(feeder)
+        found = "a result that is also used elsewhere" if feeder is None else wiring.name(feeder)
         raise Refusal(
-            f"{wiring.name(node)} is fed by {found}; normprop needs a convolution or a linear layer right before each "
-            "norm, for the length of its filters"
+            f"{wiring.name(node)} is fed by {found}; normprop needs a convolution or a linear layer directly before "
+            "each norm"
         )
     return feeder
 
 
 def _check_behind(wiring: Wiring, node: fx.Node, behind: fx.Node | None) -> None:
-    """Behind a norm without ReLU, the next layer, dropout, flattening or the output are as good."""
-    harmless = (*UNIT, *DROPOUTS, nn.Flatten)
-    if behind is not None and (behind.op == "output" or type(wiring.module(behind)) in harmless):
+    """A norm may be followed by the next layer, dropout, flattening or the output instead of ReLU."""
+    allowed = (*UNIT, *DROPOUTS, nn.Flatten)
+    if behind is not None and (behind.op == "output" or type(wiring.module(behind)) in allowed):
         return
-    found = "several things" if behind is None else wiring.name(behind)
-    raise Refusal(f"{wiring.name(node)} is followed by {found}; normprop knows the moments after ReLU only")
+    found = "several operations" if behind is None else wiring.name(behind)
+    raise Refusal(f"{wiring.name(node)} is followed by {found}; normprop supports ReLU only")
 
 
 def _pooling(wiring: Wiring, node: fx.Node) -> set[fx.Node]:
-    """The pooling of normalised ReLUs, if there is one. A global average is left alone: it ends the network."""
+    """The pooling after a ReLU, if there is one. A global average is not normalized, because it ends the network."""
     behind = wiring.behind(node, (nn.Identity, *DROPOUTS))
     if behind is None:
         return set()
     pool: Any = wiring.module(behind)
     if behind.target in POOLING_FUNCTIONS or getattr(pool, "return_indices", False):
-        raise Refusal(f"{wiring.name(behind)} pools in a way that cannot be normalised; use nn.MaxPool or nn.AvgPool")
+        raise Refusal(f"{wiring.name(behind)} is a pooling that cannot be normalized; use nn.MaxPool or nn.AvgPool")
     return {behind} if type(pool) in MAX_POOLS or type(pool) in AVERAGE_POOLS else set()
 
 
 def _modules(wiring: Wiring, nodes: set[Any]) -> set[nn.Module]:
-    """The modules called at `nodes`, each of which must not be called anywhere else."""
+    """The modules that `nodes` call, and that no other node may call."""
     for node in nodes:
         if node.op != "call_module":
             raise Refusal(f"{wiring.name(node)} is called as a function; normprop needs the module, such as nn.ReLU()")
         others = [wiring.name(site) for site in wiring.sites[wiring.module(node)] if site not in nodes]
         if others:
-            raise Refusal(f"{wiring.name(node)} is also used where no norm is in front; give it a module of its own")
+            raise Refusal(f"{wiring.name(node)} is also used without a norm before it; use a separate module there")
     return {wiring.module(node) for node in nodes}
 
 
 def surgery(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Filters of unit length before the norms, exact moments behind ReLU and pooling."""
-    from memnorm.convert import replace_modules  # which imports the norms
-
+    """Use filters of unit length before the norms, and normalize after ReLU and pooling."""
     what = plan(model, fresh_layers(model, NormProp))
     new: dict[nn.Module, nn.Module] = {}
     for feeder in what.feeders:
         new[feeder] = takes_over(feeder, UNIT[type(feeder)])
         new[feeder].register_parameter("bias", None)  # β is the bias
-    for rectifier in what.rectifiers:
-        new[rectifier] = _followed(rectifier, Standardize(RECTIFIED_MEAN, RECTIFIED_STD))
+    for relu in what.relus:
+        new[relu] = _followed(relu, Standardize(RELU_MEAN, RELU_STD))
     for pool in what.pools:
         new[pool] = _followed(pool, after_pooling(pool))
     replace_modules(model, new)
 
 
 def _followed(module: nn.Module, by: Standardize) -> nn.Module:
-    """`module` and the constants behind it. A copy of it stands there, since the original is being replaced."""
+    """A copy of `module`, followed by `by`. It is a copy, because the original is being replaced."""
     return nn.Sequential(takes_over(module, type(module)), by).train(module.training)
 
 

@@ -1,23 +1,23 @@
-"""Online Normalization: every sample is normalised by what came before it, and the gradient is kept orthogonal by
-feedback.
+"""Online Normalization: each sample is normalized by statistics of earlier ones, and a control process keeps the
+gradient orthogonal.
 
 Forward, sample after sample t of a batch, with ⟨·⟩ the mean over the sample's positions and a = 1 − momentum:
 
     y_t = (x_t − μ_{t−1})/√(σ²_{t−1} + ε)
     σ²_t = a σ²_{t−1} + (1 − a) var(x_t) + a(1 − a)(⟨x_t⟩ − μ_{t−1})²        μ_t = a μ_{t−1} + (1 − a)⟨x_t⟩
 
-Backward, in the same order, y' being the gradient that arrives and b the `backward_decay`; u and v accumulate how far
-the gradient is from having mean zero and from being orthogonal to y, as it would with exact statistics:
+Backward, in the same order, with the incoming gradient y' and b the `backward_decay`; u and v accumulate how far the
+gradient is from having mean zero and from being orthogonal to y, as it is with exact statistics:
 
     w_t = y'_t − (1 − b) v_{t−1} y_t                      v_t = v_{t−1} + ⟨w_t y_t⟩
     x'_t = w_t/√(σ²_{t−1} + ε) − (1 − b) u_{t−1}          u_t = u_{t−1} + ⟨x'_t⟩
 
-Behind the affine map, errors of the statistics are kept from growing with depth (`compensation`): z/√(mean(z²) + ε)
-over all features of a sample, or a clamp to [−c, c]. That holds in eval too, which otherwise is batch norm's on μ and
+After the affine map, `compensation` prevents errors of the statistics from growing with depth: z/√(mean(z²) + ε) over
+all features of a sample, or a clamp to [−c, c]. It is also applied in eval mode, which otherwise is batch norm on μ and
 σ².
 
-What a forward writes (μ, σ²) depends on `recording` when it runs, what a backward writes (u, v) on `recording` when
-that runs. A forward that does not record moves on from sample to sample all the same, and forgets where it got to.
+`recording` at the time of the forward decides whether μ and σ² are written, and at the time of the backward whether u
+and v are. A forward that does not record also updates μ and σ² from sample to sample, but discards the result.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OnlineNorm(WindowedNorm):
     """Online normalization over (N, C, …). `momentum` is the weight of one sample in the running statistics.
 
     Args:
-        backward_decay: how slowly the control of the gradient forgets, in [0, 1].
+        backward_decay: the decay of the control process, in [0, 1].
         compensation: "layer_scaling", "clamp", or None for neither.
         clamp: the limit c of "clamp".
     """
@@ -90,7 +90,7 @@ class OnlineNorm(WindowedNorm):
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         if self.momentum is None:
-            # Torch's tools collect statistics over batches that are each normalised on their own, and so do we.
+            # Torch's tools, such as update_bn, set this to average statistics over separately normalized batches.
             return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps), constant_moments(x)
         self._require_writing_backward()
         var_NC, mean_NC = torch.var_mean(_wide(x.detach()), _positions(x), correction=0)
@@ -124,8 +124,8 @@ class OnlineNorm(WindowedNorm):
             super()._record(batch, state)
 
     def _control(self, controls: tuple[Tensor, Tensor], means_NC: Iterable[Tensor], scale: Tensor) -> Any:
-        """u and v before every sample, from its means (N, C) of y', y, y'y and y²; written where they got to, into the
-        buffers that the forward had.
+        """u and v before every sample, from its means (N, C) of y', y, y'y and y². The last values are written to the
+        buffers of the forward.
         """
         gain = 1 - self.backward_decay
         mean_g, mean_y, mean_gy, mean_yy = means_NC
@@ -167,7 +167,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In the statistics' dtype, with one position where a sample is a vector."""
+    """`x` in the dtype of the statistics, with one position if a sample is a vector."""
     x = x.to(statistics_dtype(x.dtype))
     return x if x.dim() > 2 else x.unsqueeze(2)
 

@@ -1,13 +1,13 @@
-"""Weight normalization: the length of each filter is a parameter of its own, and no activation is measured.
+"""Weight normalization: the length of each filter is a separate parameter, and no activation statistics are used.
 
     w = g v/‖v‖      y = w·x + b
 
-The first training batch sets g and b so that every channel starts with mean 0 and deviation 1:
+The first training batch sets g and b so that every channel starts with mean 0 and standard deviation 1:
 
     t = v·x/‖v‖      g ← 1/σ[t]      b ← −μ[t]/σ[t]
 
-Filters go through torch's own parametrization. Behind a convolution that feeds a norm, its g is fixed at 1, and the
-layer in the norm's place has g and b: batch norm's weight and bias.
+Filters use torch's own parametrization. If a convolution directly precedes a norm, its g is fixed at 1, and the layer
+that replaces the norm has g and b: weight and bias of the batch norm.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.nn.utils import parametrizations
 
 from memnorm.functional import batch_moments, count_per_channel
 from memnorm.norms.batch_free import BatchFreeNorm, fresh_layers
-from memnorm.norms.wiring import Unseen, Wiring, every
+from memnorm.norms.wiring import NotTraceable, Wiring, every
 
-# Where a filter's output channel is in the weight.
+# The dimension of the output channels in the weight.
 OUTPUT_DIMENSION: dict[type[nn.Module], int] = {
     nn.Linear: 0,
     nn.Conv1d: 0,
@@ -39,18 +39,18 @@ OUTPUT_DIMENSION: dict[type[nn.Module], int] = {
 class WeightNormAffine(BatchFreeNorm):
     """g t + b per channel, with g and b set from the first training batch.
 
-    `initialized` is part of the checkpoint. A batch with one value per channel, or one that is not finite, sets
-    nothing: the next one does.
+    `initialized` is part of the checkpoint. A batch with one value per channel, or one that is not finite, is skipped,
+    and the next batch sets g and b.
 
     Args:
-        data_init: set g and b from the first training batch; otherwise they keep batch norm's values.
+        data_init: set g and b from the first training batch; otherwise they keep the values of the batch norm.
     """
 
     OPTIONS: ClassVar[dict[str, Any]] = {"data_init": True}
 
     data_init: bool
     initialized: Tensor
-    _ready = False  # the buffer's value once it is True; saves reading the device in every forward
+    _ready = False  # True once the buffer is True, so that not every forward reads from the device
 
     @classmethod
     def replacing(cls, layer: _BatchNorm, **options: Any) -> nn.Module:
@@ -112,10 +112,10 @@ def surgery(model: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def _feeders(model: nn.Module, layers: list[WeightNormAffine]) -> set[nn.Module]:
-    """The convolutions and linear layers all of whose results go to one of `layers` and nowhere else."""
+    """The convolutions and linear layers whose results are used by `layers` only."""
     try:
         wiring = Wiring(model)
-    except Unseen:
+    except NotTraceable:
         return set()
     own = {wiring.before(node) for layer in layers for node in wiring.sites.get(layer, ())}
     return {
@@ -131,13 +131,13 @@ def _one_group_or_plain(module: Any) -> bool:
 
 
 def _has_length(weight: Tensor, dimension: int) -> bool:
-    """Whether every filter can be divided by its length."""
+    """Return True if no filter has length zero."""
     others = [d for d in range(weight.dim()) if d != dimension]
     return weight.is_meta or bool((torch.linalg.vector_norm(weight.detach(), dim=others) > 0).all())
 
 
 def _fix_length(module: Any) -> None:
-    """g = 1, not trained; and no bias, which the layer behind has."""
+    """Fix g at 1 and remove the bias, because the following layer has both."""
     length = module.parametrizations.weight.original0
     with torch.no_grad():
         length.fill_(1)

@@ -1,8 +1,7 @@
-"""What stands before and behind each norm of a model, read from its traced graph.
+"""The operations before and after each norm of a model, from its traced graph.
 
-Some norms are more than a layer: they take the activation's place, or change the convolution in front. The graph of
-`torch.fx` shows both, also where the layers are called from a hand-written `forward`. A model whose forward depends on
-the data cannot be traced; then there is a reason in place of a graph.
+Some norms replace the following activation or change the preceding convolution. The `torch.fx` graph contains both,
+also if layers are called from a custom `forward`. A model whose forward depends on the data cannot be traced.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ ACTIVATIONS: dict[type[nn.Module], tuple[Any, ...]] = {
     nn.ReLU: (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_"),
     nn.SiLU: (F.silu,),
 }
-SIZES = ("size", "dim", "ndimension", "numel")  # methods of a tensor whose result is no tensor
+SIZES = ("size", "dim", "ndimension", "numel")  # tensor methods that do not return a tensor
 
 
-class Unseen(Exception):
-    """The graph of a model cannot be traced; the message says why."""
+class NotTraceable(Exception):
+    """The model cannot be traced; the message says why."""
 
 
 class _Tracer(fx.Tracer):
-    """Norms are single nodes, whatever their forward does."""
+    """A tracer in which norms are single nodes."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         own = type(m).__module__.startswith(("memnorm.norms.", "memnorm.layers"))
@@ -36,7 +35,7 @@ class _Tracer(fx.Tracer):
 
 
 class Wiring:
-    """The graph of `model`, in which norms are single nodes. Raises `Unseen`."""
+    """The graph of `model`, in which norms are single nodes. Raises `NotTraceable`."""
 
     def __init__(self, model: nn.Module) -> None:
         parameters = inspect.signature(model.forward).parameters.values()
@@ -45,7 +44,7 @@ class Wiring:
             with torch.random.fork_rng(devices=[]):
                 self.graph = _Tracer().trace(model, concrete_args=defaults or None)
         except Exception as error:
-            raise Unseen(f"{type(error).__name__}: {error}".split("\n")[0]) from error
+            raise NotTraceable(f"{type(error).__name__}: {error}".split("\n")[0]) from error
         self._model = model
         self.sites: dict[nn.Module, list[fx.Node]] = {}
         for node in self.graph.nodes:
@@ -53,7 +52,7 @@ class Wiring:
                 self.sites.setdefault(self.module(node), []).append(node)
 
     def module(self, node: fx.Node) -> nn.Module:
-        """The module that a node calls; for any other node an empty one."""
+        """The module that a node calls; an empty module for other nodes."""
         return self._model.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
 
     def name(self, node: fx.Node) -> str:
@@ -63,9 +62,7 @@ class Wiring:
         return "the output" if node.op == "output" else str(getattr(node.target, "__name__", node.target))
 
     def behind(self, node: fx.Node, skipping: tuple[type[nn.Module], ...] = (nn.Identity,)) -> fx.Node | None:
-        """The only node that uses the result of `node`, past the modules that are to be skipped; None if there are
-        several.
-        """
+        """The only node that uses the result of `node`, skipping the given modules; None if there are several."""
         while len(node.users) == 1:
             (node,) = node.users
             if not isinstance(self.module(node), skipping):
@@ -73,7 +70,7 @@ class Wiring:
         return None
 
     def before(self, node: fx.Node) -> fx.Node | None:
-        """The node whose result `node` alone uses, past identities; None if that is more than one or shared."""
+        """The only input of `node`, skipping identities; None if there are several or others use it, too."""
         while True:
             sources = self.tensors(node)
             if len(sources) != 1 or len(sources[0].users) != 1:
@@ -83,11 +80,11 @@ class Wiring:
                 return node
 
     def tensors(self, node: fx.Node) -> list[fx.Node]:
-        """The results of other nodes that `node` takes in: parameters and sizes are none."""
+        """The input nodes of `node` that are tensors, without parameters and sizes."""
         return [one for one in node.all_input_nodes if one.op != "get_attr" and not _is_size(one)]
 
     def activation(self, node: fx.Node | None, kinds: tuple[type[nn.Module], ...]) -> bool:
-        """Whether `node` is one of these activations, as a module or as a function."""
+        """Return True if `node` is one of these activations, as a module or as a function."""
         if node is None:
             return False
         if node.op == "call_module":
@@ -104,7 +101,7 @@ def _is_size(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(node.all_input_nodes) and all(map(_is_size, node.all_input_nodes))
 
 
-def every(nodes: Iterable[fx.Node], holds: Callable[[fx.Node], bool]) -> bool:
-    """Whether there are nodes and it holds for all of them."""
+def every(nodes: Iterable[fx.Node], condition: Callable[[fx.Node], bool]) -> bool:
+    """Return True if there are nodes and the condition holds for all of them."""
     nodes = list(nodes)
-    return bool(nodes) and all(map(holds, nodes))
+    return bool(nodes) and all(map(condition, nodes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rankkit import even_part, main, net, sgd, state_of
+from helpers.ranks import even_part, main, net, sgd, state_of
 
 from memnorm.distributed import exchange_memory
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rankkit import (
+from helpers.common import leaf, randn, small_net
+from helpers.ranks import (
     collectives_of,
     even_part,
     loss,
@@ -21,7 +22,6 @@ from rankkit import (
     two_way_net,
     wrapped,
 )
-from support import leaf, randn, small_net
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -221,7 +221,7 @@ def handed_out() -> dict[str, Tensor]:
 def others() -> dict[str, dict[str, Tensor]]:
     """The weights that each of the recording norms ends with, its memory that of DDP's defaults."""
     found = {}
-    for name in norms.BUILT_IN:
+    for name in norms.available():
         if norms.get(name).records:
             model = wrapped(memnorm.convert(small_net(), name))
             optimizer = sgd(model)

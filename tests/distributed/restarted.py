@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rankkit import even_part, leave, net, own_part, sgd, state_of, trajectory, wrapped
+from helpers.ranks import even_part, leave, net, own_part, sgd, state_of, trajectory, wrapped
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import memnorm

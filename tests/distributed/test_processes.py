@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rankkit import STEPS, everything, loss, net, results, sgd, state_of, torchrun, trajectory, two_way_net
-from support import images, leaf, randn
+from helpers.common import images, leaf, randn
+from helpers.ranks import STEPS, everything, loss, net, results, sgd, state_of, torchrun, trajectory, two_way_net
 from torch import nn
 
 import memnorm

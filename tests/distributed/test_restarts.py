@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rankkit import results, torchrun
+from helpers.ranks import results, torchrun
 
 PROGRAM = Path(__file__).with_name("restarted.py")
 pytestmark = pytest.mark.slow

@@ -4,8 +4,8 @@ import json
 import math
 
 import pytest
-from labkit import timeless, tiny
-from rankkit import torchrun
+from helpers.lab import timeless, tiny
+from helpers.ranks import torchrun
 
 from memnorm.lab.cli import main
 from memnorm.lab.errors import UsageError
@@ -48,7 +48,7 @@ def test_a_process_that_dies_is_started_again_by_torchrun_and_the_run_ends_as_un
     norm, scheme, forwards, tmp_path
 ):
     """It dies in a forward of iteration 7. Every process goes on with its own memory."""
-    spec = tiny(model="mortal:net", iterations=20, evaluations=2, norm=norm, scheme=scheme)
+    spec = tiny(model="helpers.killed_rank:net", iterations=20, evaluations=2, norm=norm, scheme=scheme)
     ends = {}
     for name, at in (("undisturbed", None), ("killed", 7 * forwards + 1)):
         root = tmp_path / name

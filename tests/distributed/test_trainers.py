@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from optional import library
-from rankkit import results, torchrun
+from helpers.optional import library
+from helpers.ranks import results, torchrun
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import transformers
-from rankkit import main, state_of, wrapped
+from helpers.ranks import main, state_of, wrapped
+from helpers.trainers import BATCH, STEPS, Scenes, segmenter, sgd
 from torch.utils.data import DataLoader
-from trainerkit import BATCH, STEPS, Scenes, segmenter, sgd
 
 import memnorm
 from memnorm.integrations.accelerate import attach

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from optional import library
-from support import assert_same_state
-from trainerkit import STEPS, plain_loop, scenes, segmenter, sgd
+from helpers.common import assert_same_state
+from helpers.optional import library
+from helpers.trainers import STEPS, plain_loop, scenes, segmenter, sgd
 
 accelerate = library("accelerate")
 attach = library("memnorm.integrations.accelerate").attach

@@ -1,7 +1,7 @@
 """What all trainers share, beside no trainer at all."""
 
 import torch
-from remembering import batch, transparent_net
+from helpers.double_forward import batch, transparent_net
 
 from memnorm.integrations.attach import DEFAULTS, Attachment
 

@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-from optional import library
-from support import assert_same_state
-from trainerkit import STEPS, plain_loop, scenes, segmenter, sgd
+from helpers.common import assert_same_state
+from helpers.optional import library
+from helpers.trainers import STEPS, plain_loop, scenes, segmenter, sgd
 
 from memnorm.errors import NothingToRecord
 

@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
-from optional import library
-from support import assert_same_state
-from trainerkit import BATCH, STEPS, Scenes, plain_loop, scenes, segmenter, sgd
+from helpers.common import assert_same_state
+from helpers.optional import library
+from helpers.trainers import BATCH, STEPS, Scenes, plain_loop, scenes, segmenter, sgd
 
 transformers = library("transformers")
 MemnormCallback = library("memnorm.integrations.transformers").MemnormCallback

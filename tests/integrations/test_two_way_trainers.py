@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from optional import library
-from support import assert_same_state
-from trainerkit import BATCH, STEPS, Scenes, scenes, sgd, two_way_loop, two_way_segmenter, two_way_weight
+from helpers.common import assert_same_state
+from helpers.optional import library
+from helpers.trainers import BATCH, STEPS, Scenes, scenes, sgd, two_way_loop, two_way_segmenter, two_way_weight
 
 each_window = pytest.mark.parametrize("accumulate", [1, 3])
 

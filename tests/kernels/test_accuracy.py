@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from kernelkit import LAYOUTS, in_torch, layer_for, needs_kernels, threads
-from support import randn
+from helpers.common import randn
+from helpers.kernels import LAYOUTS, in_torch, layer_for, needs_kernels, threads
 
 pytestmark = needs_kernels
 BACKENDS = {"kernels": contextlib.nullcontext, "torch": in_torch}

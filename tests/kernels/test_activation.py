@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kernelkit import LAYOUTS, assert_near, counted, data, in_torch, layer_for, needs_kernels, threads
-from support import randn
+from helpers.common import randn
+from helpers.kernels import LAYOUTS, assert_near, counted, data, in_torch, layer_for, needs_kernels, threads
 from torch.nn import functional as F
 
 pytestmark = needs_kernels

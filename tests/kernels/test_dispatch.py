@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 import torch
-from kernelkit import assert_near, counted, data, in_torch, layer_for, needs_kernels
+from helpers.kernels import assert_near, counted, data, in_torch, layer_for, needs_kernels
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode

@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 import torch
-from kernelkit import LAYOUTS, assert_near, data, in_torch, layer_for, needs_kernels
-from support import randn
+from helpers.common import randn
+from helpers.kernels import LAYOUTS, assert_near, data, in_torch, layer_for, needs_kernels
 from torch import nn
 from torch.nn.utils import parametrize
 

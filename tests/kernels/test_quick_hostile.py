@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 import torch
-from kernelkit import assert_near, data, in_torch, layer_for, needs_kernels
-from support import randn
+from helpers.common import randn
+from helpers.kernels import assert_near, data, in_torch, layer_for, needs_kernels
 from torch import nn
 from torch.overrides import TorchFunctionMode
 

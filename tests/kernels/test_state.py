@@ -5,7 +5,8 @@ import threading
 
 import pytest
 import torch
-from kernelkit import (
+from helpers.common import LAYERS
+from helpers.kernels import (
     LAYOUTS,
     assert_near,
     counted,
@@ -15,8 +16,7 @@ from kernelkit import (
     needs_kernels,
     step,
 )
-from states import assert_bitwise, snapshot
-from support import LAYERS
+from helpers.states import assert_bitwise, snapshot
 
 from memnorm.errors import InputError
 from memnorm.functional import memorized_batch_norm

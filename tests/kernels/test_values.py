@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from kernelkit import (
+from helpers.common import randn
+from helpers.kernels import (
     LAYOUTS,
     assert_follows_reference,
     assert_near,
@@ -14,7 +15,6 @@ from kernelkit import (
     step,
     threads,
 )
-from support import randn
 
 pytestmark = needs_kernels
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from labkit import on_a_small_disk
+from helpers.lab import on_a_small_disk
 
 from memnorm.lab import checkpoint
 from memnorm.lab.errors import LabError

@@ -10,8 +10,8 @@ import time
 
 import pytest
 import yaml
-from labkit import result_of
-from reportkit import fabricate
+from helpers.lab import result_of
+from helpers.reports import fabricate
 
 from memnorm.kernels import cpu
 from memnorm.lab.cli import COMMANDS
@@ -284,12 +284,3 @@ def test_an_interrupted_command_exits_with_130_after_saving_and_goes_on_later(tm
     assert "goes on at iteration" in again.stderr.readline()
     again.kill()
     again.communicate()
-
-
-def test_help_and_reports_need_no_torch(tmp_path):
-    program = (
-        "import sys; from memnorm.lab.cli import main; main(['--help']); main(['data', 'list']); main(['report']); "
-        "print('torch' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert result.stdout.splitlines()[-1] == "False"

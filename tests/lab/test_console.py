@@ -3,13 +3,13 @@
 import io
 
 import pytest
-from labkit import tiny
+from helpers.lab import tiny
 from rich.console import Console
 
 from memnorm.lab.console import Lines, title
 from memnorm.lab.listen import Outcome
 
-PLAIN_TITLE = "MBN-2 labkit:net synthetic batch 8 seed 0"
+PLAIN_TITLE = "MBN-2 helpers.lab:net synthetic batch 8 seed 0"
 
 
 def test_a_run_is_called_by_its_norm_network_data_batch_and_seed():
@@ -20,7 +20,7 @@ def test_a_run_is_called_by_its_norm_network_data_batch_and_seed():
     ("changes", "words"),
     [
         ({"strength": (0.5,)}, "strength=[0.5]"),
-        ({"norm_options": {"shift": False}}, "shift=False"),
+        ({"norm_options": {"decay": 0.5}}, "decay=0.5"),
         ({"every": 4}, "every=4"),
         ({"learning_rate": 0.03, "holdout": 4}, "learning_rate=0.03 holdout=4"),
     ],
@@ -39,7 +39,7 @@ def test_a_log_has_a_line_when_a_run_begins_and_when_it_ends():
     lines.ended(Outcome(spec, "finished", result={"final": {"test_error": 12.345}}))
     lines.ended(Outcome(spec, "diverged", result={"diverged_at": 7}))
     lines.ended(Outcome(spec, "failed", "[out] of luck"))
-    name = "BN labkit:net synthetic batch 8 seed 0"
+    name = "BN helpers.lab:net synthetic batch 8 seed 0"
     assert console.file.getvalue().splitlines() == [
         f"{name} begins, 12 iterations",
         f"{name} goes on at iteration 1,234, 12 iterations",

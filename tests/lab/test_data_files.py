@@ -14,7 +14,7 @@ import time
 import tracemalloc
 
 import pytest
-from datakit import PAGE, impatient, md5, noise, registered, serving, small_cifar10, tar, write
+from helpers.data import PAGE, impatient, md5, noise, registered, serving, small_cifar10, tar, write
 
 from memnorm.lab import data
 from memnorm.lab.data import files, registry, transfer
@@ -259,15 +259,6 @@ def test_loading_and_verifying_open_no_connection(tmp_path, monkeypatch):
     assert data.verify("cifar10", tmp_path) == []
     with pytest.raises(DataMissing):
         data.load("cifar100", tmp_path)
-
-
-def test_listing_getting_and_verifying_do_without_torch():
-    code = (
-        "import sys; from memnorm.lab import data; data.available()['cifar10'].present(data.default_root());"
-        "data.verify('cifar10', data.default_root()); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
-    environment = os.environ | {"MEMNORM_DATA": "/nonexistent"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_the_root_is_the_environments_then_the_caches(monkeypatch, tmp_path):

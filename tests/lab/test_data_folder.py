@@ -12,7 +12,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from datakit import image_folder, picture
+from helpers.data import image_folder, picture
 from PIL import Image
 
 from memnorm.lab import data

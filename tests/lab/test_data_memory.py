@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from datakit import cifar_batch, registered, small_cifar10, write
+from helpers.data import cifar_batch, registered, small_cifar10, write
 
 from memnorm.lab import data
 from memnorm.lab.data.augment import Augmentation, Normalization, crop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from datakit import PAGE, impatient, md5, noise, serving
+from helpers.data import PAGE, impatient, md5, noise, serving
 
 from memnorm.lab.data import transfer
 from memnorm.lab.errors import DataCorrupt, LabError

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from labkit import on_a_small_disk, python, said
+from helpers.lab import on_a_small_disk, python, said
 
 from memnorm.lab.disk import append_line, replacing, write_text
 from memnorm.lab.errors import LabError

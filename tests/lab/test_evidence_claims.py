@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from evidencekit import BENCH, BETTER, CHEAPER, EQUAL, FIRST, HEADLINE, LONG, TINY, WORSE, found, record, study
+from helpers.evidence import BENCH, BETTER, CHEAPER, EQUAL, FIRST, HEADLINE, LONG, TINY, WORSE, found, record, study
 
 from memnorm.lab.evidence import STUDIES
 from memnorm.lab.evidence.claims import JUDGES, Judgement, Material, judge

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from labkit import end, python
+from helpers.lab import end, python
 
 from memnorm.lab import checkpoint
 from memnorm.lab.cli import main

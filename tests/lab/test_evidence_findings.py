@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from evidencekit import BETTER, EQUAL, FIRST, LONG, TINY, WORSE, found, record
+from helpers.evidence import BETTER, EQUAL, FIRST, LONG, TINY, WORSE, found, record
 
 from memnorm.lab.evidence.findings import apart, compared, gap_text
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from evidencekit import FIRST, LONG, found, record
+from helpers.evidence import FIRST, LONG, found, record
 
 from memnorm.lab.evidence.phases import phases
 

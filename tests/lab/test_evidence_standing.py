@@ -1,7 +1,7 @@
 """Who is said to be better than the baseline, and what to take."""
 
 import pytest
-from evidencekit import BETTER, FIRST, LONG, TINY, WORSE, found, record, study
+from helpers.evidence import BETTER, FIRST, LONG, TINY, WORSE, found, record, study
 
 from memnorm.lab.evidence.standing import choice, standings, told
 from memnorm.lab.statistics import holm

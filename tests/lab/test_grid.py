@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from labkit import PLAIN, on_a_small_disk, timeless, tiny, undisturbed
-from nursery import GridEar, Nursery, eventually, session_of, shared_nursery
+from helpers.fork_server import ForkServer, GridEar, eventually, session_of, shared_fork_server
+from helpers.lab import PLAIN, on_a_small_disk, timeless, tiny, undisturbed
 
 from memnorm.lab import grid
 from memnorm.lab.errors import DataMissing, Interrupted, UsageError
@@ -17,7 +17,7 @@ from memnorm.lab.store import Store
 from memnorm.lab.train import run
 
 GOOD = [tiny(seed=seed, iterations=6) for seed in range(3)]
-FAILING = tiny(model="labkit:refuse")
+FAILING = tiny(model="helpers.lab:refuse")
 DIVERGING = tiny(learning_rate=1e30)
 SLOW = [tiny(seed=seed, iterations=60, evaluations=2, model_options={"pause": 0.02}) for seed in range(2)]
 SLOWER = [spec.but(iterations=400) for spec in SLOW]  # spawned workers do not begin at the same time
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("no_git")
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Nursery:
-    return shared_nursery()
+def fork_server() -> ForkServer:
+    return shared_fork_server()
 
 
 def alone(spec: RunSpec):
@@ -41,10 +41,10 @@ def alone(spec: RunSpec):
     return undisturbed(spec)[0]
 
 
-def run_all(nursery: Nursery, specs: list[RunSpec], store: Store, jobs: int = 2, **options) -> list[str]:
+def run_all(fork_server: ForkServer, specs: list[RunSpec], store: Store, jobs: int = 2, **options) -> list[str]:
     """What a grid in a process of its own says; it must end well and leave no process behind."""
-    leader = nursery.begin_all(specs, store.root, jobs=jobs, **options)
-    code, heard = nursery.ended()
+    leader = fork_server.begin_all(specs, store.root, jobs=jobs, **options)
+    code, heard = fork_server.ended()
     assert code == 0, heard
     assert leaves_nothing(leader)
     return heard
@@ -63,9 +63,9 @@ def begun(heard: list[str]) -> list[str]:
     return [line.split()[1] for line in heard if line.startswith("began ")]
 
 
-def assert_goes_on(nursery: Nursery, specs: list[RunSpec], store: Store) -> list[str]:
+def assert_goes_on(fork_server: ForkServer, specs: list[RunSpec], store: Store) -> list[str]:
     """The same command finishes what was begun, and every run is what it is alone."""
-    heard = run_all(nursery, specs, store)
+    heard = run_all(fork_server, specs, store)
     assert statuses(heard) == [(spec.name, "finished") for spec in specs]
     for spec in specs:
         assert timeless(store.run(spec).result()) == alone(spec)
@@ -73,9 +73,9 @@ def assert_goes_on(nursery: Nursery, specs: list[RunSpec], store: Store) -> list
 
 
 @pytest.mark.parametrize(("jobs", "spawn"), [(0, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)])
-def test_runs_of_a_grid_are_those_alone_and_come_in_the_order_asked_for(nursery, store, jobs, spawn):
+def test_runs_of_a_grid_are_those_alone_and_come_in_the_order_asked_for(fork_server, store, jobs, spawn):
     specs = [GOOD[2], GOOD[0], GOOD[1], GOOD[0]]
-    heard = run_all(nursery, specs, store, jobs=jobs, spawn=spawn)
+    heard = run_all(fork_server, specs, store, jobs=jobs, spawn=spawn)
     assert statuses(heard) == [(spec.name, "finished") for spec in specs]
     assert sorted(begun(heard)) == sorted(spec.name for spec in GOOD)
     for spec in GOOD:
@@ -88,29 +88,29 @@ def test_outcomes_hold_the_results(store):
     assert [timeless(outcome.result) for outcome in outcomes] == [alone(spec) for spec in GOOD]
 
 
-def test_no_runs_are_no_work(nursery, store):
+def test_no_runs_are_no_work(fork_server, store):
     assert grid.run_all([], store, execution=PLAIN) == []
-    assert run_all(nursery, [], store, jobs=3) == []
+    assert run_all(fork_server, [], store, jobs=3) == []
 
 
 @jobs
-def test_what_is_done_is_skipped(nursery, store, jobs):
+def test_what_is_done_is_skipped(fork_server, store, jobs):
     run(GOOD[1], store, execution=PLAIN)
-    heard = run_all(nursery, GOOD, store, jobs=jobs)
+    heard = run_all(fork_server, GOOD, store, jobs=jobs)
     assert sorted(begun(heard)) == [GOOD[0].name, GOOD[2].name]
-    again = run_all(nursery, GOOD, store, jobs=jobs)
+    again = run_all(fork_server, GOOD, store, jobs=jobs)
     assert begun(again) == []
     assert statuses(again) == [(spec.name, "finished") for spec in GOOD]
 
 
 @jobs
-def test_runs_that_fail_or_diverge_do_not_stop_the_others(nursery, store, jobs):
+def test_runs_that_fail_or_diverge_do_not_stop_the_others(fork_server, store, jobs):
     specs = [FAILING, GOOD[0], DIVERGING, GOOD[1]]
-    heard = run_all(nursery, specs, store, jobs=jobs)
+    heard = run_all(fork_server, specs, store, jobs=jobs)
     assert [status for _, status in statuses(heard)] == ["failed", "finished", "diverged", "finished"]
     (ended,) = [line for line in heard if line.startswith(f"ended {FAILING.name} failed ")]
     assert "this factory fails" in ended
-    assert run_all(nursery, specs, store, jobs=jobs)[-4].startswith(f"outcome {FAILING.name} failed")
+    assert run_all(fork_server, specs, store, jobs=jobs)[-4].startswith(f"outcome {FAILING.name} failed")
 
 
 def test_what_came_out_may_call_for_other_runs_in_another_order(store):
@@ -152,8 +152,8 @@ def test_a_damaged_result_is_an_outcome_that_says_what_to_do(store):
 
 
 @jobs
-def test_a_grid_says_how_its_runs_go_on(nursery, store, jobs):
-    heard = run_all(nursery, GOOD[:1], store, jobs=jobs)
+def test_a_grid_says_how_its_runs_go_on(fork_server, store, jobs):
+    heard = run_all(fork_server, GOOD[:1], store, jobs=jobs)
     name = GOOD[0].name
     assert heard[0] == f"began {name} 0"
     assert [line for line in heard if line.startswith("evaluated")] == [f"evaluated {name} {at}" for at in (2, 4, 6)]
@@ -173,21 +173,21 @@ def test_steps_are_passed_on_no_more_often_than_an_eye_can_follow(monkeypatch):
     assert sent[-1] == 100
 
 
-def test_workers_have_one_thread(nursery, store):
-    run_all(nursery, GOOD[:1], store, jobs=1, threads=2)
-    run_all(nursery, GOOD[1:2], store, jobs=0, threads=2)
+def test_workers_have_one_thread(fork_server, store):
+    run_all(fork_server, GOOD[:1], store, jobs=1, threads=2)
+    run_all(fork_server, GOOD[1:2], store, jobs=0, threads=2)
     assert [store.run(spec).sessions()[0]["threads"] for spec in GOOD[:2]] == [1, 2]
 
 
 @spawn
-def test_a_worker_that_is_killed_costs_its_run_only_and_is_replaced(nursery, store, spawn):
+def test_a_worker_that_is_killed_costs_its_run_only_and_is_replaced(fork_server, store, spawn):
     slow = SLOWER if spawn else SLOW
     specs = [*slow, GOOD[0]]
-    leader = nursery.begin_all(specs, store.root, jobs=2, spawn=spawn, checkpoint_seconds=0)
-    assert nursery.hears(f"evaluated {slow[0].name}")
+    leader = fork_server.begin_all(specs, store.root, jobs=2, spawn=spawn, checkpoint_seconds=0)
+    assert fork_server.hears(f"evaluated {slow[0].name}")
     holder = store.run(slow[0])._holder()
     os.kill(int(holder.split()[1]), signal.SIGKILL)
-    code, heard = nursery.ended()
+    code, heard = fork_server.ended()
     assert code == 0
     assert statuses(heard) == [(slow[0].name, "failed"), (slow[1].name, "finished"), (GOOD[0].name, "finished")]
     (ended,) = [line for line in heard if line.startswith(f"ended {slow[0].name} ")]
@@ -196,39 +196,39 @@ def test_a_worker_that_is_killed_costs_its_run_only_and_is_replaced(nursery, sto
         "on with it"
     )
     assert leaves_nothing(leader)
-    again = assert_goes_on(nursery, specs, store)
+    again = assert_goes_on(fork_server, specs, store)
     assert begun(again) == [slow[0].name]
     assert int(next(line for line in again if line.startswith("began ")).split()[2]) >= slow[0].iterations // 2 - 1
 
 
-def test_a_worker_that_is_killed_with_nothing_to_do_costs_nothing(nursery, store):
-    leader = nursery.begin_all([GOOD[0], SLOW[0]], store.root, jobs=2)
-    assert nursery.hears(f"ended {GOOD[0].name}")
+def test_a_worker_that_is_killed_with_nothing_to_do_costs_nothing(fork_server, store):
+    leader = fork_server.begin_all([GOOD[0], SLOW[0]], store.root, jobs=2)
+    assert fork_server.hears(f"ended {GOOD[0].name}")
     busy = int(store.run(SLOW[0])._holder().split()[1])
     (idle,) = set(session_of(leader)) - {busy}
     os.kill(idle, signal.SIGKILL)
-    code, heard = nursery.ended()
+    code, heard = fork_server.ended()
     assert code == 0
     assert statuses(heard) == [(GOOD[0].name, "finished"), (SLOW[0].name, "finished")]
 
 
-def test_a_worker_that_is_killed_between_two_runs_is_replaced(nursery, store):
-    heard = run_all(nursery, GOOD, store, jobs=1, at={"ended": "kill the workers"})
+def test_a_worker_that_is_killed_between_two_runs_is_replaced(fork_server, store):
+    heard = run_all(fork_server, GOOD, store, jobs=1, at={"ended": "kill the workers"})
     found = dict(statuses(heard))
     assert found[GOOD[0].name] == found[GOOD[2].name] == "finished"
-    assert statuses(run_all(nursery, GOOD, store, jobs=1)) == [(spec.name, "finished") for spec in GOOD]
+    assert statuses(run_all(fork_server, GOOD, store, jobs=1)) == [(spec.name, "finished") for spec in GOOD]
 
 
 @jobs
-def test_a_run_that_another_process_works_on_comes_last(nursery, store, jobs):
+def test_a_run_that_another_process_works_on_comes_last(fork_server, store, jobs):
     with store.run(GOOD[0]).held():
-        leader = nursery.begin_all(GOOD, store.root, jobs=jobs)
-        assert nursery.hears(
+        leader = fork_server.begin_all(GOOD, store.root, jobs=jobs)
+        assert fork_server.hears(
             f"message {GOOD[0].name} the run {GOOD[0].name} is being worked on by process {os.getpid()}"
         )
-        assert nursery.hears(f"ended {GOOD[2].name} finished")
+        assert fork_server.hears(f"ended {GOOD[2].name} finished")
         assert session_of(leader) or jobs == 0
-    code, heard = nursery.ended()
+    code, heard = fork_server.ended()
     assert code == 0
     assert statuses(heard) == [(spec.name, "finished") for spec in GOOD]
     assert begun(heard)[-1] == GOOD[0].name  # GOOD[1] may begin after GOOD[2] when two work
@@ -236,51 +236,51 @@ def test_a_run_that_another_process_works_on_comes_last(nursery, store, jobs):
 
 
 @spawn
-def test_ctrl_c_saves_every_run_and_leaves_no_process(nursery, store, spawn):
+def test_ctrl_c_saves_every_run_and_leaves_no_process(fork_server, store, spawn):
     slow = SLOWER if spawn else SLOW
     specs = [*slow, *GOOD]
-    leader = nursery.begin_all(specs, store.root, jobs=2, spawn=spawn)
+    leader = fork_server.begin_all(specs, store.root, jobs=2, spawn=spawn)
     for spec in slow:
-        assert nursery.hears(f"stepped {spec.name}")
+        assert fork_server.hears(f"stepped {spec.name}")
     os.killpg(leader, signal.SIGINT)  # as a terminal does: to all of them
-    code, heard = nursery.ended()
+    code, heard = fork_server.ended()
     assert code == 130
     assert heard[-1] == "Interrupted stopped; what was saved is kept, and the same command goes on from there"
     assert begun(heard) == []
     assert leaves_nothing(leader)
     for spec in slow:
         assert len(list(store.run(spec).path.glob("checkpoint-*.pt"))) == 1
-    again = assert_goes_on(nursery, specs, store)
+    again = assert_goes_on(fork_server, specs, store)
     assert sorted(begun(again)) == sorted(spec.name for spec in specs)
 
 
-def test_an_interrupt_for_the_parent_alone_saves_every_run(nursery, store):
-    leader = nursery.begin_all(SLOW, store.root, jobs=2)
+def test_an_interrupt_for_the_parent_alone_saves_every_run(fork_server, store):
+    leader = fork_server.begin_all(SLOW, store.root, jobs=2)
     for spec in SLOW:
-        assert nursery.hears(f"stepped {spec.name}")
-    nursery.kill(signal.SIGINT)
-    assert nursery.ended()[0] == 130
+        assert fork_server.hears(f"stepped {spec.name}")
+    fork_server.kill(signal.SIGINT)
+    assert fork_server.ended()[0] == 130
     assert leaves_nothing(leader)
     for spec in SLOW:
         assert len(list(store.run(spec).path.glob("checkpoint-*.pt"))) == 1
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_workers_start_leaves_no_process(nursery, store):
+def test_ctrl_c_while_workers_start_leaves_no_process(fork_server, store):
     for delay in (0.0, 0.02, 0.1, 0.5, 1.0, 2.0, 3.0, 4.0):
-        leader = nursery.begin_all(SLOWER, store.root, jobs=2, spawn=True)
+        leader = fork_server.begin_all(SLOWER, store.root, jobs=2, spawn=True)
         time.sleep(delay)
         os.killpg(leader, signal.SIGINT)
-        assert nursery.ended()[0] in (130, 131)
+        assert fork_server.ended()[0] in (130, 131)
         assert leaves_nothing(leader)
 
 
-def test_a_termination_of_the_parent_saves_every_run(nursery, store):
-    leader = nursery.begin_all(SLOW, store.root, jobs=2)
+def test_a_termination_of_the_parent_saves_every_run(fork_server, store):
+    leader = fork_server.begin_all(SLOW, store.root, jobs=2)
     for spec in SLOW:
-        assert nursery.hears(f"stepped {spec.name}")
-    nursery.kill(signal.SIGTERM)
-    code, _ = nursery.ended()
+        assert fork_server.hears(f"stepped {spec.name}")
+    fork_server.kill(signal.SIGTERM)
+    code, _ = fork_server.ended()
     assert leaves_nothing(leader)
     assert code == 130
     for spec in SLOW:
@@ -288,24 +288,24 @@ def test_a_termination_of_the_parent_saves_every_run(nursery, store):
 
 
 @spawn
-def test_workers_of_a_parent_that_was_killed_save_and_end_by_themselves(nursery, store, spawn):
+def test_workers_of_a_parent_that_was_killed_save_and_end_by_themselves(fork_server, store, spawn):
     slow = SLOWER if spawn else SLOW
-    leader = nursery.begin_all(slow, store.root, jobs=2, spawn=spawn)
+    leader = fork_server.begin_all(slow, store.root, jobs=2, spawn=spawn)
     for spec in slow:
-        assert nursery.hears(f"stepped {spec.name}")
-    nursery.kill(signal.SIGKILL)
-    assert nursery.ended()[0] == -signal.SIGKILL
+        assert fork_server.hears(f"stepped {spec.name}")
+    fork_server.kill(signal.SIGKILL)
+    assert fork_server.ended()[0] == -signal.SIGKILL
     assert leaves_nothing(leader)
     for spec in slow:
         assert len(list(store.run(spec).path.glob("checkpoint-*.pt"))) == 1
-    assert_goes_on(nursery, slow, store)
+    assert_goes_on(fork_server, slow, store)
 
 
-def test_a_listener_that_fails_ends_the_grid_at_once_and_saves_every_run(nursery, store):
+def test_a_listener_that_fails_ends_the_grid_at_once_and_saves_every_run(fork_server, store):
     longer = [spec.but(iterations=1000) for spec in SLOW]
     start = time.monotonic()
-    leader = nursery.begin_all(longer, store.root, jobs=2, at={"stepped": "fail"})
-    nursery.ended()
+    leader = fork_server.begin_all(longer, store.root, jobs=2, at={"stepped": "fail"})
+    fork_server.ended()
     assert time.monotonic() - start < 8
     assert leaves_nothing(leader)
     for spec in longer:
@@ -313,9 +313,9 @@ def test_a_listener_that_fails_ends_the_grid_at_once_and_saves_every_run(nursery
 
 
 @jobs
-def test_missing_data_stop_the_grid(nursery, store, jobs):
-    nursery.begin_all([MISSING, SLOW[0], *GOOD], store.root, jobs=jobs)
-    code, heard = nursery.ended()
+def test_missing_data_stop_the_grid(fork_server, store, jobs):
+    fork_server.begin_all([MISSING, SLOW[0], *GOOD], store.root, jobs=jobs)
+    code, heard = fork_server.ended()
     assert code == DataMissing.exit_code == 3
     assert "there is no folder nowhere" in heard[-1]
     assert begun(heard) == ([SLOW[0].name] if jobs else [])
@@ -326,11 +326,11 @@ def test_a_full_disk_stops_the_grid(tmp_path, jobs):
     script = """
         import sys
         from pathlib import Path
-        from labkit import PLAIN, tiny
+        from helpers.lab import PLAIN, tiny
         from memnorm.lab import grid
         from memnorm.lab.errors import DiskFull
         from memnorm.lab.store import Store
-        from nursery import GridEar
+        from helpers.fork_server import GridEar
 
         if __name__ == "__main__":
             with open(Path(sys.argv[1]) / "rest", "wb", buffering=0) as file:

@@ -13,9 +13,9 @@ import threading
 from dataclasses import replace
 
 import pytest
-from labkit import EVERY_STEP, HERE, PLAIN, timeless, tiny, undisturbed
-from nursery import GridEar
-from optional import library
+from helpers.fork_server import GridEar
+from helpers.lab import EVERY_STEP, PLAIN, TESTS, timeless, tiny, undisturbed
+from helpers.optional import library
 
 from memnorm.lab import grid
 from memnorm.lab.errors import DataMissing, Interrupted, UsageError
@@ -46,7 +46,7 @@ def cluster(token):
     ray = library("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="warning")
         yield
         ray.shutdown()
@@ -92,7 +92,7 @@ def test_runs_are_those_alone_in_the_order_asked_for_and_are_not_repeated(store,
 
 @pytest.mark.slow
 def test_runs_that_fail_or_diverge_do_not_stop_the_others(store):
-    failing, diverging = tiny(model="labkit:refuse"), tiny(learning_rate=1e30)
+    failing, diverging = tiny(model="helpers.lab:refuse"), tiny(learning_rate=1e30)
     outcomes = on_ray([failing, GOOD[0], diverging, GOOD[1]], store)
     assert [outcome.status for outcome in outcomes] == ["failed", "finished", "diverged", "finished"]
     assert "this factory fails" in outcomes[0].message

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from labkit import PLAIN, tiny
+from helpers.lab import PLAIN, tiny
 
 from memnorm.lab.errors import UsageError
 from memnorm.lab.literal import Literal
@@ -40,7 +40,7 @@ def trained(folder, **changes):
     [
         ({"norm": "group", "scheme": "single"}, "the norm group, single forward"),
         ({"norm": "bn"}, "the norm bn, double forward"),
-        ({"norm_options": {"shift": False}}, "norm options {'shift': False}"),
+        ({"norm_options": {"decay": 0.5}}, "norm options {'decay': 0.5}"),
         ({"every": 2}, "every=2, fraction=1"),
         ({"fraction": 0.5}, "every=1, fraction=0.5"),
         ({"processes": 2}, "2 processes"),

@@ -9,8 +9,8 @@ import importlib
 
 import pytest
 import torch
-from networks import CONVOLUTIONS, GIANTS, HANDY, SLOW_GIANTS, build, layers, one_group, outline
-from support import randn
+from helpers.common import randn
+from helpers.networks import CONVOLUTIONS, GIANTS, HANDY, SLOW_GIANTS, build, layers, one_group, outline
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 

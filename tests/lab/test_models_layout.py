@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from networks import CONVOLUTIONS, build, layers, one_group, outline
-from support import randn
+from helpers.common import randn
+from helpers.networks import CONVOLUTIONS, build, layers, one_group, outline
 from torch import nn
 
 import memnorm

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from networks import layers, outline
+from helpers.networks import layers, outline
 from torch import nn
 
 from memnorm.lab import models

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from labkit import ARMS, PLAIN, Ear, content, images_of, timeless, tiny
+from helpers.lab import ARMS, PLAIN, Ear, content, images_of, timeless, tiny
 
 import memnorm
 from memnorm.lab.data import EVALUATION_BATCH, Data

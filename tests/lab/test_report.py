@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from reportkit import comparison, every_run, fabricate
+from helpers.reports import comparison, every_run, fabricate
 
 from memnorm.lab import tables
 from memnorm.lab.errors import UsageError

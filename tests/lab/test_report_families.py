@@ -2,7 +2,7 @@
 
 import random
 
-from reportkit import comparison, fabricate
+from helpers.reports import comparison, fabricate
 
 from memnorm.lab.report.collect import collect
 from memnorm.lab.report.families import arm_labels, families

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from reportkit import comparison, fabricate
+from helpers.reports import comparison, fabricate
 
 from memnorm.lab import tables
 from memnorm.lab.report import figures

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from labkit import end, on_a_small_disk, python
+from helpers.lab import end, on_a_small_disk, python
 
 from memnorm.lab.errors import LabError, RunHeld, UsageError
 from memnorm.lab.spec import RunSpec

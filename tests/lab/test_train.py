@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from labkit import (
+from helpers.fork_server import ForkServer, eventually, session_of, shared_fork_server
+from helpers.lab import (
     ARMS,
     EVERY_STEP,
     LONG,
@@ -25,7 +26,6 @@ from labkit import (
     tiny,
     undisturbed,
 )
-from nursery import Nursery, eventually, session_of, shared_nursery
 from PIL import Image
 
 from memnorm.lab.errors import Interrupted, RunHeld
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("no_git")
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Nursery:
-    return shared_nursery()
+def fork_server() -> ForkServer:
+    return shared_fork_server()
 
 
 def test_the_same_run_twice_ends_alike(store):
@@ -46,27 +46,27 @@ def test_the_same_run_twice_ends_alike(store):
     assert_ends_as_undisturbed(LONG, store, began=0)
 
 
-def kill_on_the_way(nursery: Nursery, spec: RunSpec, store: Store, draw: random.Random, **execution) -> bool:
+def kill_on_the_way(fork_server: ForkServer, spec: RunSpec, store: Store, draw: random.Random, **execution) -> bool:
     """Kill a run after a random step and a random time; whether it had not ended yet."""
-    nursery.begin(spec, store.root, **execution)
-    if nursery.hears(f"stepped {draw.randrange(1, spec.iterations - 6)}"):
+    fork_server.begin(spec, store.root, **execution)
+    if fork_server.hears(f"stepped {draw.randrange(1, spec.iterations - 6)}"):
         time.sleep(draw.uniform(0, 0.01))
-        nursery.kill(signal.SIGKILL)
-        assert nursery.ended()[0] in (-signal.SIGKILL, 0)
+        fork_server.kill(signal.SIGKILL)
+        assert fork_server.ended()[0] in (-signal.SIGKILL, 0)
     return not (store.run(spec).path / "result.json").exists()
 
 
 @pytest.mark.parametrize("arm", RESUMED.values(), ids=RESUMED.keys())
-def test_a_run_killed_at_a_random_moment_ends_as_undisturbed(nursery, store, arm):
+def test_a_run_killed_at_a_random_moment_ends_as_undisturbed(fork_server, store, arm):
     draw = random.Random(f"{arm}")
     spec = LONG.but(**arm)
-    assert kill_on_the_way(nursery, spec, store, draw, checkpoint_seconds=0)
+    assert kill_on_the_way(fork_server, spec, store, draw, checkpoint_seconds=0)
     ear = assert_ends_as_undisturbed(spec, store)
     assert 0 < ear.all("began")[0] < 20
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
-def test_a_run_killed_again_and_again_ends_as_undisturbed(nursery, store, seed):
+def test_a_run_killed_again_and_again_ends_as_undisturbed(fork_server, store, seed):
     draw = random.Random(seed)
     spec = LONG.but(
         **draw.choice(list(ARMS.values())),
@@ -78,7 +78,7 @@ def test_a_run_killed_again_and_again_ends_as_undisturbed(nursery, store, seed):
         schedule=draw.choice(["step", "cosine"]),
     )
     for _ in range(draw.randrange(2, 5)):
-        if not kill_on_the_way(nursery, spec, store, draw, checkpoint_seconds=draw.choice([0, 0.02, 0.1])):
+        if not kill_on_the_way(fork_server, spec, store, draw, checkpoint_seconds=draw.choice([0, 0.02, 0.1])):
             break
     assert_ends_as_undisturbed(spec, store)
 
@@ -90,27 +90,27 @@ MOMENTS = range(1, 80)
 @pytest.mark.parametrize(
     "moment", [one if one in (2, 12, 20, 29, 38, 55) else pytest.param(one, marks=pytest.mark.slow) for one in MOMENTS]
 )
-def test_a_run_killed_before_any_file_operation_ends_as_undisturbed(nursery, store, moment):
-    nursery.begin(SHORT, store.root, die_at=moment, checkpoint_seconds=0)
-    assert nursery.ended()[0] in (-signal.SIGKILL, 0)
+def test_a_run_killed_before_any_file_operation_ends_as_undisturbed(fork_server, store, moment):
+    fork_server.begin(SHORT, store.root, die_at=moment, checkpoint_seconds=0)
+    assert fork_server.ended()[0] in (-signal.SIGKILL, 0)
     assert store.runs() == [] or store.problems == []
     tidy = store.run(SHORT).result() is None  # killed between the result and the end, its last files stay
     assert_ends_as_undisturbed(SHORT, store, tidy=tidy)
 
 
-def test_those_moments_cover_the_whole_run(nursery, store):
-    nursery.begin(SHORT, store.root, die_at=MOMENTS[-1], checkpoint_seconds=0)
-    assert nursery.ended()[0] == 0
+def test_those_moments_cover_the_whole_run(fork_server, store):
+    fork_server.begin(SHORT, store.root, die_at=MOMENTS[-1], checkpoint_seconds=0)
+    assert fork_server.ended()[0] == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("arm", ["bn", "mbn-2 now and then"])
-def test_a_run_asked_to_stop_saves_and_ends_as_undisturbed(nursery, store, number, arm):
+def test_a_run_asked_to_stop_saves_and_ends_as_undisturbed(fork_server, store, number, arm):
     spec = LONG.but(**ARMS[arm])
-    nursery.begin(spec, store.root, pause=0.02)
-    assert nursery.hears("stepped 7")
-    nursery.kill(number)
-    code, heard = nursery.ended()
+    fork_server.begin(spec, store.root, pause=0.02)
+    assert fork_server.hears("stepped 7")
+    fork_server.kill(number)
+    code, heard = fork_server.ended()
     assert code == 130
     assert heard[-1].startswith("Interrupted stopped at iteration ")
     assert heard[-1].endswith("of 20; everything is saved, and the same command goes on from here")
@@ -120,25 +120,25 @@ def test_a_run_asked_to_stop_saves_and_ends_as_undisturbed(nursery, store, numbe
     assert_ends_as_undisturbed(spec, store, began=at)
 
 
-def test_a_second_interrupt_does_not_wait(nursery, store):
-    nursery.begin(LONG, store.root, pause=5)
-    assert nursery.hears("stepped 1")
+def test_a_second_interrupt_does_not_wait(fork_server, store):
+    fork_server.begin(LONG, store.root, pause=5)
+    assert fork_server.hears("stepped 1")
     start = time.monotonic()
     for _ in range(2):
         time.sleep(0.2)
-        nursery.kill(signal.SIGINT)
-    assert nursery.ended()[0] == 131
+        fork_server.kill(signal.SIGINT)
+    assert fork_server.ended()[0] == 131
     assert time.monotonic() - start < 3
     assert_ends_as_undisturbed(LONG, store, began=0)
 
 
-def test_a_second_termination_waits_for_the_saving(nursery, store):
-    nursery.begin(LONG, store.root, pause=0.5)
-    assert nursery.hears("stepped 1")
+def test_a_second_termination_waits_for_the_saving(fork_server, store):
+    fork_server.begin(LONG, store.root, pause=0.5)
+    assert fork_server.hears("stepped 1")
     for _ in range(3):
-        nursery.kill(signal.SIGTERM)
+        fork_server.kill(signal.SIGTERM)
         time.sleep(0.05)
-    assert nursery.ended()[0] == 130
+    assert fork_server.ended()[0] == 130
     assert len(checkpoints(store, LONG)) == 1
 
 
@@ -212,32 +212,32 @@ def test_time_goes_on_where_it_was(store):
     assert 0 < first["seconds"] < before < last["seconds"] == result["seconds"]
 
 
-def test_a_run_that_another_process_works_on_says_so(nursery, store):
-    child = nursery.begin(LONG, store.root, pause=0.05)
-    assert nursery.hears("stepped 1")
+def test_a_run_that_another_process_works_on_says_so(fork_server, store):
+    child = fork_server.begin(LONG, store.root, pause=0.05)
+    assert fork_server.hears("stepped 1")
     with pytest.raises(RunHeld, match=f"is being worked on by process {child} on "):
         run(LONG, store, execution=PLAIN)
-    nursery.kill()
-    nursery.ended()
+    fork_server.kill()
+    fork_server.ended()
 
 
-def test_waiting_for_another_process_takes_over_what_it_finished(nursery, store):
-    nursery.begin(LONG, store.root, pause=0.01)
-    assert nursery.hears("stepped 1")
+def test_waiting_for_another_process_takes_over_what_it_finished(fork_server, store):
+    fork_server.begin(LONG, store.root, pause=0.01)
+    assert fork_server.hears("stepped 1")
     ear = Ear()
     result = run(LONG, store, execution=PLAIN, listener=ear, wait=True)
-    assert nursery.ended()[0] == 0
+    assert fork_server.ended()[0] == 0
     assert ear.heard == []
     assert timeless(result) == undisturbed(LONG)[0]
 
 
-def test_waiting_for_another_process_goes_on_when_it_dies(nursery, store):
-    nursery.begin(LONG, store.root, pause=0.05, checkpoint_seconds=0)
-    assert nursery.hears("stepped 4")
-    nursery.kill()
+def test_waiting_for_another_process_goes_on_when_it_dies(fork_server, store):
+    fork_server.begin(LONG, store.root, pause=0.05, checkpoint_seconds=0)
+    assert fork_server.hears("stepped 4")
+    fork_server.kill()
     ear = Ear()
     run(LONG, store, execution=PLAIN, listener=ear, wait=True)
-    nursery.ended()
+    fork_server.ended()
     assert ear.all("began")[0] >= 3
     assert_ends_as_undisturbed(LONG, store)
 
@@ -268,12 +268,12 @@ def pictures(tmp_path) -> RunSpec:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_run_with_processes_that_decode_images_ends_as_undisturbed(nursery, store, pictures, number):
-    leader = nursery.begin(pictures, store.root, workers=2, checkpoint_seconds=0)
-    assert nursery.hears("stepped 5")
+def test_a_run_with_processes_that_decode_images_ends_as_undisturbed(fork_server, store, pictures, number):
+    leader = fork_server.begin(pictures, store.root, workers=2, checkpoint_seconds=0)
+    assert fork_server.hears("stepped 5")
     assert session_of(leader)
-    os.killpg(leader, number) if number == signal.SIGINT else nursery.kill(number)
-    assert nursery.ended()[0] == (-number if number == signal.SIGKILL else 130)
+    os.killpg(leader, number) if number == signal.SIGINT else fork_server.kill(number)
+    assert fork_server.ended()[0] == (-number if number == signal.SIGKILL else 130)
     ear = assert_ends_as_undisturbed(pictures, store, workers=1)
     assert 4 <= ear.all("began")[0] < 20
     assert eventually(lambda: session_of(leader) == [], seconds=15)

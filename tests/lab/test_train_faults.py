@@ -4,7 +4,7 @@ import errno
 import json
 
 import pytest
-from labkit import (
+from helpers.lab import (
     ARMS,
     EVERY_STEP,
     LONG,
@@ -154,7 +154,7 @@ def test_a_really_full_disk_ends_the_run_in_words_and_costs_nothing(tmp_path):
         import sys, json
         from pathlib import Path
         import torch
-        from labkit import *
+        from helpers.lab import *
         from memnorm.lab.errors import LabError
 
         torch.set_num_threads(1)
@@ -191,7 +191,7 @@ def test_a_really_full_disk_ends_the_run_in_words_and_costs_nothing(tmp_path):
         ({"norm": "nope"}, "nope"),
         ({"norm": "group", "scheme": "double"}, "Double-Forward"),
         ({"model": "nope"}, "unknown model 'nope'"),
-        ({"model": "labkit:refuse"}, "this factory fails"),
+        ({"model": "helpers.lab:refuse"}, "this factory fails"),
         ({"data": "nope", "data_options": {}}, "unknown data set 'nope'"),
         ({"batch_size": 45}, "batch_size must be between 1 and the number of training images, 44; got 45"),
         ({"train_images": 100}, "44 training images"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from labkit import ARMS, PLAIN, Spy, content, images_of, tiny
+from helpers.lab import ARMS, PLAIN, Spy, content, images_of, tiny
 from torch import nn
 
 import memnorm
@@ -99,7 +99,7 @@ def trained(spec, device="cpu") -> Training:
     return Training(spec, data.classes, data.shape, device)
 
 
-@pytest.mark.parametrize("model", ["labkit:net", "small"])
+@pytest.mark.parametrize("model", ["helpers.lab:net", "small"])
 def test_every_norm_starts_with_the_same_weights(model):
     plain = dict(trained(tiny(model=model)).model.named_parameters())
     for changes in list(ARMS.values())[1:]:

@@ -8,10 +8,10 @@ import subprocess
 from datetime import datetime
 from pathlib import Path
 
-import labkit
 import pytest
 import torch
-from labkit import ARMS, PLAIN, Ear, Spy, images_of, tiny
+from helpers import lab
+from helpers.lab import ARMS, PLAIN, Ear, Spy, images_of, tiny
 from torch import nn
 
 import memnorm
@@ -158,7 +158,7 @@ def test_a_run_whose_last_step_diverges_is_recorded_as_diverged(store):
 
 
 def test_a_run_that_diverges_at_once_has_no_final_line(store, monkeypatch):
-    monkeypatch.setattr(labkit, "net", lambda num_classes, in_channels: Broken(num_classes, in_channels))
+    monkeypatch.setattr(lab, "net", lambda num_classes, in_channels: Broken(num_classes, in_channels))
     result = run(tiny(), store, execution=PLAIN)
     assert (result["status"], result["diverged_at"], result["final"], result["best"]) == ("diverged", 0, None, None)
 
@@ -177,7 +177,7 @@ class Broken(nn.Module):
 
 
 def test_a_step_without_a_finite_loss_leaves_the_weights_as_they_were(monkeypatch):
-    monkeypatch.setattr(labkit, "net", lambda num_classes, in_channels: Broken(num_classes, in_channels))
+    monkeypatch.setattr(lab, "net", lambda num_classes, in_channels: Broken(num_classes, in_channels))
     training = trained(tiny())
     before = [parameter.clone() for parameter in training.model.parameters()]
     assert not training.step(0, torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from batch_free import convert
-from support import images
+from helpers.batch_free import convert
+from helpers.common import images
 from torch import nn
 
 from memnorm.errors import MemnormWarning
@@ -123,7 +123,7 @@ def test_a_module_with_a_hook_stays():
 
 
 def test_without_a_graph_the_place_in_a_sequence_decides_and_a_warning_says_so():
-    with pytest.warns(MemnormWarning, match=r"what follows 2 of 3 norms of DataDependent cannot be seen \(TraceError"):
+    with pytest.warns(MemnormWarning, match=r"what follows 2 of 3 norms of DataDependent is unknown \(TraceError"):
         net = convert(DataDependent(), frn.ENTRY)
     assert thresholds(net) == {"norm1": False, "norm2": False, "block.1": True}
     assert relus(net) == ["relu1", "relu2"]

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from batch_free import SHAPES, convert, random_batch_norm
-from support import assert_same_state, images, labels, leaf, small_net
+from helpers.batch_free import SHAPES, convert, random_batch_norm
+from helpers.common import assert_same_state, images, labels, leaf, small_net
 from torch import nn
 
 import memnorm

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from converting import VARIANTS, assert_bitwise, train_step
-from runningkit import ENTRIES, built, drifting, follow, gradients, moments, net_with, per_channel
-from support import LAYERS, SHAPES, assert_same_state, images, randomize, small_net
+from helpers.common import LAYERS, SHAPES, assert_same_state, images, randomize, small_net
+from helpers.conversion import VARIANTS, assert_bitwise, train_step
+from helpers.running_norms import ENTRIES, built, drifting, follow, gradients, moments, net_with, per_channel
 from torch import nn
 
 import memnorm

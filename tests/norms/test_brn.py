@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from converting import train_step
-from runningkit import ENTRIES, built, drifting, follow, moments, net_with, per_channel
-from support import SHAPES, assert_same_output_and_gradients, images, leaf, randomize
+from helpers.common import SHAPES, assert_same_output_and_gradients, images, leaf, randomize
+from helpers.conversion import train_step
+from helpers.running_norms import ENTRIES, built, drifting, follow, moments, net_with, per_channel
 from torch import nn
 
 import memnorm

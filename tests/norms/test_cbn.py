@@ -4,11 +4,11 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cbnkit import EPS, FEEDERS, column, fed, read_memory, step
-from support import LAYERS, SHAPES, assert_same_output_and_gradients, images, leaf, randn, randomize, small_net
+from helpers.cbn import EPS, FEEDERS, column, fed, read_memory, step
+from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, images, leaf, randn, randomize, small_net
+from helpers.window import changed, converted, losses, state
 from torch import nn
 from torch.nn import functional as F
-from windowkit import changed, converted, losses, state
 
 import memnorm
 from memnorm.errors import InputError

@@ -7,12 +7,12 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cbnkit import FEEDERS, fed, read_memory, step
-from support import assert_same_output_and_gradients, images, labels, leaf, randn, small_net
+from helpers.cbn import FEEDERS, fed, read_memory, step
+from helpers.common import assert_same_output_and_gradients, images, labels, leaf, randn, small_net
+from helpers.window import assert_states_equal, converted, state
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from windowkit import assert_states_equal, converted, state
 
 import memnorm
 from memnorm.errors import OptionError
@@ -281,6 +281,6 @@ def test_half_precision_leaves_what_is_remembered_wide():
         ({"rho": 1}, "unknown option rho; its options are window, burn_in, total_steps"),
     ],
 )
-def test_wrong_options_are_refused_in_words(options, message):
+def test_wrong_options_are_errors(options, message):
     with pytest.raises(OptionError, match=message):
         CrossIterationBatchNorm(3, **options)

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from normkit import EACH, chain, step
-from support import images, randn
+from helpers.common import images, randn
+from helpers.norms import EACH, chain, step
 from torch import nn
 
 import memnorm
@@ -32,7 +32,7 @@ def trained(name, **options):
 TOLD = [(name, {}) for name in STATISTICAL if name not in UNTOLD]
 
 
-@pytest.mark.parametrize(("name", "options"), [*TOLD, ("mbn", {"shift": False})], ids=str)
+@pytest.mark.parametrize(("name", "options"), TOLD, ids=str)
 def test_disagreement_is_the_difference_between_the_outputs_in_training_and_eval(name, options):
     net, batches = trained(name, **options)
     with torch.no_grad(), memnorm.recording(net, False):

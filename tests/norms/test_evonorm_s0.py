@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from batch_free import SHAPES, assert_trains_like, convert, per_channel, random_batch_norm
-from support import leaf, randn, small_net
+from helpers.batch_free import SHAPES, assert_trains_like, convert, per_channel, random_batch_norm
+from helpers.common import leaf, randn, small_net
 from torch import nn
 
 from memnorm.errors import InputError, OptionError

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from converting import assert_bitwise
-from runningkit import ENTRIES, built, drifting, follow, gradients, moments, per_channel
-from support import LAYERS, SHAPES, assert_same_output_and_gradients, assert_same_state, leaf, randomize
+from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, assert_same_state, leaf, randomize
+from helpers.conversion import assert_bitwise
+from helpers.running_norms import ENTRIES, built, drifting, follow, gradients, moments, per_channel
 from torch import nn
 
 import memnorm

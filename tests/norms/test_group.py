@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from batch_free import SHAPES, assert_trains_like, convert, per_channel, random_batch_norm
-from support import assert_same_output_and_gradients, leaf, small_net
+from helpers.batch_free import SHAPES, assert_trains_like, convert, per_channel, random_batch_norm
+from helpers.common import assert_same_output_and_gradients, leaf, small_net
 from torch import nn
 
 from memnorm.errors import InputError, OptionError

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from normkit import EACH, chain, each_norm, step
-from support import images, randn
+from helpers.common import images, randn
+from helpers.norms import EACH, chain, each_norm, step
 from torch import nn
 
 import memnorm

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from runningkit import built, drifting, follow, moments, per_channel
-from support import SHAPES, assert_same_output_and_gradients, leaf
+from helpers.common import SHAPES, assert_same_output_and_gradients, leaf
+from helpers.running_norms import built, drifting, follow, moments, per_channel
 
 import memnorm
 from memnorm.errors import OptionError

@@ -5,10 +5,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-from support import LAYERS, SHAPES, images, labels, leaf, randn, randomize, small_net
+from helpers.common import LAYERS, SHAPES, images, labels, leaf, randn, randomize, small_net
+from helpers.window import assert_states_equal, changed, converted, losses, state
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from windowkit import assert_states_equal, changed, converted, losses, state
 
 import memnorm
 from memnorm.errors import InputError, OptionError

@@ -4,10 +4,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-from support import images, randn, small_net
+from helpers.common import images, randn, small_net
+from helpers.window import converted
 from torch import nn
 from torch.nn.utils import parametrize
-from windowkit import converted
 
 from memnorm.norms.base import restored
 from memnorm.norms.mabn import ENTRY, Centred, centre_weights, settle_weights

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from converting import assert_bitwise
-from runningkit import built, drifting, follow, gradients, moments, per_channel
-from support import SHAPES, leaf, small_net
+from helpers.common import SHAPES, leaf, small_net
+from helpers.conversion import assert_bitwise
+from helpers.running_norms import built, drifting, follow, gradients, moments, per_channel
 from torch import nn
 
 import memnorm

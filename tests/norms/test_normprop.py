@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 import torch
-from batch_free import convert
-from support import images, labels, randn, small_net
+from helpers.batch_free import convert
+from helpers.common import images, labels, randn, small_net
 from torch import nn
 from torch.nn import functional as F
 
@@ -146,11 +146,11 @@ def test_the_constants_of_max_pooling_are_those_of_random_draws(count):
 
 def test_a_window_of_one_has_the_moments_of_a_rectified_gaussian():
     mean, std = largest_of(1)
-    assert mean == pytest.approx(normprop.RECTIFIED_MEAN, abs=1e-6)
-    assert std == pytest.approx(normprop.RECTIFIED_STD, abs=1e-6)
+    assert mean == pytest.approx(normprop.RELU_MEAN, abs=1e-6)
+    assert std == pytest.approx(normprop.RELU_STD, abs=1e-6)
     normal = statistics.NormalDist()
-    assert pytest.approx(normal.pdf(0), abs=1e-12) == normprop.RECTIFIED_MEAN
-    assert pytest.approx(math.sqrt(0.5 - normal.pdf(0) ** 2), abs=1e-12) == normprop.RECTIFIED_STD
+    assert pytest.approx(normal.pdf(0), abs=1e-12) == normprop.RELU_MEAN
+    assert pytest.approx(math.sqrt(0.5 - normal.pdf(0) ** 2), abs=1e-12) == normprop.RELU_STD
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_window_of_one_has_the_moments_of_a_rectified_gaussian():
 def test_independent_values_are_normalised_behind_any_pooling(pool, count):
     dims = int(type(pool).__name__[-2])
     shape = {1: (64, 8, 144), 2: (64, 8, 12, 12), 3: (64, 8, 4, 6, 6)}[dims]
-    x = (randn(*shape, seed=0).clamp(min=0) - normprop.RECTIFIED_MEAN) / normprop.RECTIFIED_STD
+    x = (randn(*shape, seed=0).clamp(min=0) - normprop.RELU_MEAN) / normprop.RELU_STD
     y = normprop.after_pooling(pool)(pool(x))
     assert float(y.mean()) == pytest.approx(0, abs=0.06)
     assert float(y.std()) == pytest.approx(1, abs=0.06)
@@ -256,7 +256,7 @@ def block(*behind, first=None):
 
 
 def test_another_activation_is_refused():
-    assert "followed by 2 (PReLU); normprop knows the moments after ReLU only" in refusal(block(nn.PReLU()))
+    assert "followed by 2 (PReLU); normprop supports ReLU only" in refusal(block(nn.PReLU()))
     assert "followed by 2 (MaxPool2d)" in refusal(block(nn.MaxPool2d(2), nn.ReLU()))
 
 
@@ -273,7 +273,7 @@ def test_what_feeds_the_norm_must_have_filters():
             x = self.conv(x)
             return self.norm(x), x
 
-    assert "fed by something that others use too" in refusal(Tapped())
+    assert "fed by a result that is also used elsewhere" in refusal(Tapped())
 
 
 def test_relu_and_pooling_as_functions_are_refused():
@@ -291,14 +291,14 @@ def test_relu_and_pooling_as_functions_are_refused():
         def forward(self, x):
             return F.avg_pool2d(self.behind(self.block(x)), 2)
 
-    assert "pools in a way that cannot be normalised" in refusal(Pooled(nn.ReLU()))
+    assert "is a pooling that cannot be normalized" in refusal(Pooled(nn.ReLU()))
     assert "pools in a way" in refusal(nn.Sequential(block(nn.ReLU()), nn.MaxPool2d(2, return_indices=True)))
 
 
 def test_a_relu_that_is_also_used_without_norm_is_refused():
     relu = nn.ReLU()
     net = nn.Sequential(block(relu), nn.Conv2d(4, 4, 1), relu)
-    assert "0.2 (ReLU) is also used where no norm is in front" in refusal(net)
+    assert "0.2 (ReLU) is also used without a norm before it" in refusal(net)
 
 
 def test_a_relu_shared_by_norms_only_is_fine():
@@ -313,11 +313,11 @@ def test_a_graph_that_cannot_be_seen_is_refused_with_the_reason():
         def forward(self, x):
             return super().forward(x) if x.sum() > 0 else x
 
-    assert "the model's graph cannot be traced (TraceError" in refusal(Fickle(*block(nn.ReLU())))
+    assert "graph of the model, which cannot be traced (TraceError" in refusal(Fickle(*block(nn.ReLU())))
 
 
 def test_a_batch_norm_by_itself_is_refused():
-    with pytest.raises(OptionError, match="a norm by itself"):
+    with pytest.raises(OptionError, match="a single norm"):
         convert(nn.BatchNorm2d(3), normprop.ENTRY)
 
 
@@ -339,7 +339,7 @@ def test_a_norm_with_another_activation_inside_is_refused():
         def forward(self, x):
             return self.act(self.drop(super().forward(x)))
 
-    assert "have SiLU inside" in refusal(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, nn.SiLU())))
+    assert "include SiLU" in refusal(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, nn.SiLU())))
     net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, nn.ReLU())), normprop.ENTRY)
     assert isinstance(net[1][2][1], Standardize)
 

@@ -5,11 +5,11 @@ from copy import deepcopy
 
 import pytest
 import torch
-from support import images, labels, leaf, randn, randomize, small_net
+from helpers.common import images, labels, leaf, randn, randomize, small_net
+from helpers.window import assert_states_equal, changed, converted, losses, state
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from windowkit import assert_states_equal, changed, converted, losses, state
 
 import memnorm
 from memnorm.errors import InputError, OptionError
@@ -335,7 +335,7 @@ def test_half_precision_leaves_what_is_remembered_wide():
         ({"alpha_fwd": 0.9}, "unknown option alpha_fwd; its options are backward_decay, compensation, clamp"),
     ],
 )
-def test_wrong_options_are_refused_in_words(options, message):
+def test_wrong_options_are_errors(options, message):
     with pytest.raises(OptionError, match=message):
         OnlineNorm(3, **options)
 

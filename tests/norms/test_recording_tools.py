@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from exporting import MANY, assert_folded, in_onnx_runtime, quantized
-from optional import library
-from support import assert_same_state, images, labels, small_net
+from helpers.common import assert_same_state, images, labels, small_net
+from helpers.export import MANY, assert_folded, in_onnx_runtime, quantized
+from helpers.optional import library
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import memnorm
 from memnorm import norms
 
-NAMES = [name for name in norms.BUILT_IN if norms.get(name).records]
+NAMES = [name for name in norms.available() if norms.get(name).records]
 each_norm = pytest.mark.parametrize("name", NAMES)
 IN_BACKWARD = ["mabn", "online", "two_way"]  # these record there, too
 

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from normkit import EACH, chain, each_norm, step
-from support import images, labels
+from helpers.common import images, labels
+from helpers.norms import EACH, chain, each_norm, step
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint

@@ -5,9 +5,9 @@ import io
 
 import pytest
 import torch
-from converting import VARIANTS, BatchNormAct2d, assert_bitwise, evaluated, seasoned, train_step
-from runningkit import ENTRIES, NAMES, OPTIONS, built, each_norm, net_with, replace
-from support import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
+from helpers.common import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
+from helpers.conversion import VARIANTS, BatchNormAct2d, assert_bitwise, evaluated, train_step, with_statistics
+from helpers.running_norms import ENTRIES, NAMES, OPTIONS, built, each_norm, net_with, replace
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +25,7 @@ def registered(monkeypatch):
 @each_norm
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_converted_layer_evaluates_bit_for_bit_the_same(name, shape):
-    plain = seasoned(LAYERS[len(shape)][1](3), shape)
+    plain = with_statistics(LAYERS[len(shape)][1](3), shape)
     x = leaf(shape, seed=9, dtype=torch.float32)
     assert_bitwise(evaluated(replace(copy.deepcopy(plain), name), x), evaluated(plain, x))
 
@@ -33,7 +33,7 @@ def test_a_converted_layer_evaluates_bit_for_bit_the_same(name, shape):
 @each_norm
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_conversion_and_back_restores_every_attribute(name, options):
-    layer = seasoned(nn.BatchNorm2d(3, **options))
+    layer = with_statistics(nn.BatchNorm2d(3, **options))
     layer.note_of_the_user = "kept"
     back = memnorm.to_batchnorm(replace(copy.deepcopy(layer), name))
     assert type(back) is nn.BatchNorm2d
@@ -45,7 +45,7 @@ def test_conversion_and_back_restores_every_attribute(name, options):
 @each_norm
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_a_trained_layer_evaluates_bit_for_bit_the_same_as_a_plain_one(name, options):
-    layer = seasoned(replace(nn.BatchNorm2d(3, **options), name))
+    layer = with_statistics(replace(nn.BatchNorm2d(3, **options), name))
     x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
     before = evaluated(layer, x)
     assert_bitwise(evaluated(memnorm.to_batchnorm(layer), x), before)
@@ -83,9 +83,9 @@ def test_parameters_mode_hooks_and_sharing_are_kept_both_ways(registered, name):
 
 @each_norm
 def test_the_layer_that_was_replaced_stays_a_plain_batch_norm(name):
-    plain = seasoned(nn.BatchNorm2d(3))
+    plain = with_statistics(nn.BatchNorm2d(3))
     repr_before = repr(plain)
-    seasoned(replace(plain, name))
+    with_statistics(replace(plain, name))
     assert type(plain) is nn.BatchNorm2d
     assert repr(plain) == repr_before
     assert plain.state_dict().keys() == nn.BatchNorm2d(3).state_dict().keys()
@@ -94,7 +94,7 @@ def test_the_layer_that_was_replaced_stays_a_plain_batch_norm(name):
 @each_norm
 @pytest.mark.parametrize("other", ["mbn", *NAMES])
 def test_from_one_norm_to_another_is_the_way_over_batch_norm(registered, name, other):
-    plain = seasoned(nn.BatchNorm2d(3))
+    plain = with_statistics(nn.BatchNorm2d(3))
     over = memnorm.convert(copy.deepcopy(plain), name)
     there = memnorm.convert(over, other)
     direct = memnorm.convert(copy.deepcopy(plain), other)
@@ -107,7 +107,7 @@ def test_from_one_norm_to_another_is_the_way_over_batch_norm(registered, name, o
 @each_norm
 @pytest.mark.parametrize("other", NAMES)
 def test_a_layer_replaced_by_its_class_leaves_nothing_behind(name, other):
-    plain = seasoned(nn.BatchNorm2d(3))
+    plain = with_statistics(nn.BatchNorm2d(3))
     back = memnorm.to_batchnorm(replace(replace(copy.deepcopy(plain), name), other))
     assert back.__dict__.keys() == plain.__dict__.keys()
     assert repr(back) == repr(plain)
@@ -116,7 +116,7 @@ def test_a_layer_replaced_by_its_class_leaves_nothing_behind(name, other):
 
 @each_norm
 def test_from_memorized_layers_the_memory_is_left_behind(registered, name):
-    model = seasoned(memnorm.convert(nn.BatchNorm2d(3)))
+    model = with_statistics(memnorm.convert(nn.BatchNorm2d(3)))
     x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
     before = evaluated(model, x)
     model = memnorm.convert(model, name)
@@ -126,7 +126,7 @@ def test_from_memorized_layers_the_memory_is_left_behind(registered, name):
 
 @each_norm
 def test_an_activation_behind_the_norm_stays_where_it_is(registered, name):
-    plain = seasoned(BatchNormAct2d(3, act=nn.Tanh()))
+    plain = with_statistics(BatchNormAct2d(3, act=nn.Tanh()))
     model = memnorm.convert(copy.deepcopy(plain), name, **OPTIONS[name])
     x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
     assert_bitwise(evaluated(model, x), evaluated(plain, x))
@@ -157,5 +157,5 @@ def test_a_layer_that_replaced_none_becomes_the_batch_norm_for_its_data(name, sh
 
 
 def test_a_model_of_plain_norms_has_nothing_to_bring_back():
-    with pytest.raises(memnorm.errors.NothingToConvert, match="it is a plain model already"):
+    with pytest.raises(memnorm.errors.NothingToConvert, match="has no memorized layer"):
         memnorm.to_batchnorm(small_net())

@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
-from converting import assert_bitwise, evaluated, seasoned
-from runningkit import NAMES, OPTIONS, built, drifting, each_norm, gradients, warmed
-from support import assert_same_state, leaf
+from helpers.common import assert_same_state, leaf
+from helpers.conversion import assert_bitwise, evaluated, with_statistics
+from helpers.running_norms import NAMES, OPTIONS, built, drifting, each_norm, gradients, warmed
 from torch import nn
 
 import memnorm
@@ -15,7 +15,7 @@ import memnorm
 
 @each_norm
 def test_a_checkpoint_of_batch_norm_loads_strictly_and_evaluates_the_same(name):
-    plain = seasoned(nn.BatchNorm2d(3))
+    plain = with_statistics(nn.BatchNorm2d(3))
     layer = type(built(name))(3)
     layer.load_state_dict(plain.state_dict(), strict=True)
     x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from converting import assert_bitwise, train_step
-from runningkit import NAMES, OPTIONS, built, drifting, each_norm, gradients, net_with, warmed
-from support import SHAPES, assert_same_state, images, labels, leaf
+from helpers.common import SHAPES, assert_same_state, images, labels, leaf
+from helpers.conversion import assert_bitwise, train_step
+from helpers.running_norms import NAMES, OPTIONS, built, drifting, each_norm, gradients, net_with, warmed
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from converting import assert_bitwise
-from runningkit import ENTRIES, NAMES, OPTIONS, built, drifting, each_norm, net_with
-from support import images, leaf, randomize, small_net
+from helpers.common import images, leaf, randomize, small_net
+from helpers.conversion import assert_bitwise
+from helpers.running_norms import ENTRIES, NAMES, OPTIONS, built, drifting, each_norm, net_with
 from torch import nn
 
 import memnorm
@@ -72,7 +72,7 @@ def test_one_value_per_channel_evaluates(name):
 
 @each_norm
 def test_unknown_options_are_refused_by_name(name):
-    with pytest.raises(OptionError, match=r"unknown option nonsense; (its options are|it has none)"):
+    with pytest.raises(OptionError, match=r"unknown option nonsense; (its options are|it has no options)"):
         built(name, nonsense=1)
 
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from support import assert_same_state, images, labels, leaf, randn, randomize, small_net
+from helpers.common import assert_same_state, images, labels, leaf, randn, randomize, small_net
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support import images, labels, small_net
+from helpers.common import images, labels, small_net
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -46,7 +46,7 @@ def test_a_second_conversion_to_mabn_centres_each_weight_once():
 
 
 def test_online_norm_cannot_become_batch_norm_where_it_does_more_in_eval():
-    with pytest.raises(memnorm.MemnormError, match="does more in eval mode than batch norm"):
+    with pytest.raises(memnorm.MemnormError, match="computes something else than batch norm in eval mode"):
         memnorm.to_batchnorm(trained("online"))
     net = trained("online", compensation=None)
     wanted = copy.deepcopy(net).eval()(images(4, seed=9))

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from batch_free import convert
-from support import images, labels, leaf, randn, small_net
+from helpers.batch_free import convert
+from helpers.common import images, labels, leaf, randn, small_net
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize

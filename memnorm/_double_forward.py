@@ -1,13 +1,12 @@
-"""Double-Forward: after each optimizer step, the batch that made it goes forward once more, and only then enters the
-memory.
+"""Double-Forward: after each optimizer step, the batch of that step goes forward a second time and is recorded then.
 
-    training forward   normalises with the memory and its own batch, records nothing
-    backward, step     as ever
+    training forward   normalizes with the memory and its own batch, records nothing
+    backward, step     unchanged
     second forward     the same batch with the new weights: its moments are recorded
 
-`double_forward` attaches this to a training loop from outside. A hook before the model's forward copies its inputs and
-mutes the layers for that call; a hook after the optimizer's step replays the copies. What is replayed is every batch
-whose gradient went into that step.
+`double_forward` adds this to a training loop through hooks. A hook before the model's forward copies its inputs and
+turns recording off for that call. A hook after the optimizer's step replays the copies of every batch whose gradient
+went into that step.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memnorm.capture import Backward, Batch, Hook, drop_inert_hooks
+from memnorm.capture import Backward, Batch, Hook, Status, drop_inert_hooks
 from memnorm.errors import (
     DTypeError,
     MemnormError,
@@ -37,18 +36,18 @@ from memnorm.layers import Recording
 from memnorm.modules import has_skipped, modules_of, trains
 from memnorm.recompute import inside_backward, inside_function
 from memnorm.replay import (
-    Census,
-    Surroundings,
+    ForwardContext,
+    ModuleLists,
     batches_recorded,
+    explain_no_forward,
+    explain_no_recorder,
     named_recorders,
-    never_called,
-    nothing_records,
     recorders,
     replay,
     switch,
 )
 from memnorm.stripped import check_kept
-from memnorm.updates import count_step_early
+from memnorm.updates import _counted_early, count_step_early
 
 
 def double_forward(
@@ -60,22 +59,22 @@ def double_forward(
     scaler: Any = None,
     max_pending: int = 256,
 ) -> DoubleForward:
-    """Send each training batch forward a second time after `optimizer.step()`; the training loop stays as it is.
+    """Send each training batch forward a second time after `optimizer.step()`. The training loop does not change.
 
         memnorm.double_forward(model, optimizer)
 
     Args:
-        model: the module that the loop calls: the compiled or DDP-wrapped one, if there is one.
-        optimizer: what steps the model; several optimizers as a list, and the second forward follows when all of them
-            have stepped.
-        every: do this on every n-th step only; on the others the training forward records its own moments.
-        fraction: replay a random part of each batch: of every tensor with the batch's length in its first dimension.
-        scaler: the `GradScaler`, if there is one: batches of a step it skipped are then forgotten however gradients
-            are cleared.
-        max_pending: training forwards without a step after which something must be wrong.
+        model: the module that the loop calls; if it is compiled or wrapped in DDP, the wrapper.
+        optimizer: the optimizer of the model, or a list of several. The second forward follows when all have stepped.
+        every: replay on every n-th step only; on the other steps the training forward records its own moments.
+        fraction: replay a random part of each batch: of every tensor whose first dimension is the batch size.
+        scaler: the `GradScaler`, if there is one. Batches of a step that it skips are then discarded even if the loop
+            does not clear the gradients.
+        max_pending: raise an error after this many training forwards without an optimizer step.
 
     Returns:
-        A handle with `remove()`, also usable in a `with` statement. Copies and pickles of the model do not carry it.
+        A handle with `remove()`, which is also a context manager. Copies and pickles of the model have no
+        Double-Forward.
     """
     return DoubleForward(model, optimizer, every=every, fraction=fraction, scaler=scaler, max_pending=max_pending)
 
@@ -104,20 +103,20 @@ class DoubleForward:
         self._pending: list[Batch] = []
         self._running: Batch | None = None
         self._muted: list[Recording] = []
-        self._own = {id(parameter) for parameter in model.parameters()}
-        self._backwards: dict[int, Backward] = {}  # by autograd's number of the running task
+        self._parameter_ids = {id(parameter) for parameter in model.parameters()}
+        self._backwards: dict[int, Backward] = {}  # by autograd's id of the graph task
         self._forwards = self._forwards_at_last_step = self._forwards_since_step = self._forwards_counted = 0
-        self._blind_steps = 0
-        self._proven, self._fruitless = False, 0
-        self._draws = False  # whether the model was seen to use the generators of Python or numpy
-        self._looks = 0  # training forwards of this and resumed runs
+        self._steps_without_forward = 0
+        self._has_recorded, self._empty_replays = False, 0
+        self._draws = False  # the model was seen to use the generators of Python or numpy
+        self._looks = 0  # training forwards, including those before a resumed checkpoint
         self._recorded_at_start = batches_recorded(model)
         self._names = list(named_recorders(model))
-        self._take_charge(model)
+        self._claim_layers(model)
         self._handles = [
             model.register_forward_pre_hook(Hook(self, "_before_forward"), prepend=True, with_kwargs=True),
             model.register_forward_hook(Hook(self, "_after_forward"), with_kwargs=True),
-            model.register_forward_hook(Hook(self, "_forget_running"), with_kwargs=True, always_call=True),
+            model.register_forward_hook(Hook(self, "_end_forward"), with_kwargs=True, always_call=True),
         ]
         for one in optimizers:
             self._handles += [
@@ -127,10 +126,10 @@ class DoubleForward:
 
     @property
     def _optimizers(self) -> list[Optimizer]:
-        """Those that still exist."""
+        """The optimizers that still exist."""
         return [one for reference in self._references if (one := reference()) is not None]
 
-    def _take_charge(self, model: nn.Module) -> None:
+    def _claim_layers(self, model: nn.Module) -> None:
         drop_inert_hooks(model)
         for name, layer in named_recorders(model).items():
             other = layer._watched_by and layer._watched_by()
@@ -142,7 +141,7 @@ class DoubleForward:
             layer._watched_by = weakref.ref(self)
 
     def remove(self) -> None:
-        """Detach from model and optimizer: from now on training forwards record as they do without Double-Forward."""
+        """Remove all hooks. From now on, training forwards record their own moments."""
         self._unmute()
         for handle in self._handles:
             handle.remove()
@@ -155,18 +154,18 @@ class DoubleForward:
         self.remove()
 
     def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs to go on alike when `every` or `fraction` is used, or the model draws from the
-        generators of Python or numpy.
+        """The state that a resumed run needs if `every` or `fraction` is used, or if the model draws random numbers
+        from Python or numpy.
         """
         return {"steps": self.steps, "looks": self._looks, "draws": int(self._draws)}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Resume from a `state_dict`."""
         self.steps = state_dict["steps"]
         self._looks, self._draws = state_dict.get("looks", 0), bool(state_dict.get("draws", False))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._forget_running()  # a forward that was interrupted
+        self._end_forward()  # of a forward that was interrupted
         if not self._optimizers:
             return self.remove()
         if inside_backward() or not (torch.is_grad_enabled() or inside_function()):
@@ -174,14 +173,14 @@ class DoubleForward:
         self._forwards += 1
         self._looks += 1
         modules = modules_of(module)
-        census = Census.of(modules)
-        layers = [one for one in census.recorders if one.training and one.recording]
+        lists = ModuleLists.of(modules)
+        layers = [one for one in lists.recorders if one.training and one.recording]
         if not layers or (self.steps + 1) % self.every:
             return None
         self._drop_skipped_batches()
-        self._check_bound(module)
-        surroundings = Surroundings.now(modules, self._draws or self._is_watching())
-        self._running = Batch(args, kwargs, layers, census, surroundings)
+        self._check_pending(module)
+        context = ForwardContext.capture(modules, self._draws or self._checks_draws())
+        self._running = Batch(args, kwargs, layers, lists, context)
         self._muted = layers
         switch(layers, False)
         return None
@@ -191,21 +190,21 @@ class DoubleForward:
         if batch is None:
             return
         self._pending.append(batch)
-        if self._is_watching() and not self._draws:
-            self._draws = batch.surroundings.drawn_from()
+        if self._checks_draws() and not self._draws:
+            self._draws = batch.context.libraries_drew()
         for leaf in [output] if type(output) is Tensor else tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(lambda _grad: self._on_backward(batch))
-                batch.observed = True
+                batch.advance(Status.OBSERVED)
 
-    def _is_watching(self) -> bool:
-        """Whether to see if this forward draws from the generators of Python or numpy, which few models do and which
-        takes long: now and then.
+    def _checks_draws(self) -> bool:
+        """Return True if this forward is checked for draws from the generators of Python or numpy. Few models draw from
+        them and the check takes long, so most forwards are not checked.
         """
         return self._looks <= 8 or self._looks % 64 == 0
 
-    def _forget_running(self, *_forward: Any) -> None:
-        """The forward is over, also if it raised: its layers record again when called by someone else."""
+    def _end_forward(self, *_forward: Any) -> None:
+        """Turn recording on again after a forward, also after one that raised."""
         self._running = None
         self._unmute()
 
@@ -214,55 +213,50 @@ class DoubleForward:
         self._muted = []
 
     def _on_backward(self, batch: Batch) -> None:
-        """Backward reaches the output of `batch`. If every gradient is cleared by now, earlier ones are lost."""
+        """Note that backward has reached the output of `batch`. If there is no gradient at this moment, the gradients
+        of earlier batches were cleared.
+        """
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
-            gradients = list(self._gradients())
-            if all(gradient is None for gradient in gradients):
-                self._drop_cleared()
-            self._backwards[task] = Backward(gradients)
+            self._drop_cleared()
+            self._backwards[task] = Backward(list(self._gradients()))
             Variable._execution_engine.queue_callback(lambda: self._after_backward(task))
-        batch.reached = True
-        batch.differentiated |= torch.is_grad_enabled()  # create_graph: a later backward may go through its gradient
+        batch.advance(Status.DIFFERENTIABLE if torch.is_grad_enabled() else Status.REACHED)
         self._backwards[task].batches.append(batch)
 
     def _after_backward(self, task: int) -> None:
-        """Which batches have their gradient in the parameters now. An `autograd.grad` for an attack leaves none."""
+        """Mark the batches whose gradient is in the parameters now. `autograd.grad`, as in an attack, leaves none."""
         backward = self._backwards.pop(task, None)
-        if backward is not None and backward.changed(self._gradients()):
-            penalties = [batch for batch in self._pending if batch.differentiated]
+        if backward is not None and backward.has_changed(self._gradients()):
+            penalties = [batch for batch in self._pending if batch.status == Status.DIFFERENTIABLE]
             for batch in (*backward.batches, *penalties):
-                batch.accumulated = True
-
-    def _are_cleared(self) -> bool:
-        """Whether there is no gradient at all."""
-        return all(gradient is None for gradient in self._gradients())
+                batch.advance(Status.ACCUMULATED)
 
     def _drop_cleared(self) -> None:
-        """Forget batches whose gradients were cleared before any step."""
-        self._pending = [batch for batch in self._pending if batch.used or not batch.accumulated]
+        """Discard batches whose gradients were cleared before any step."""
+        if all(gradient is None for gradient in self._gradients()):
+            self._pending = [batch for batch in self._pending if batch.status != Status.ACCUMULATED]
 
     def _gradients(self) -> Iterator[Tensor | None]:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    if id(parameter) in self._own:
+                    if id(parameter) in self._parameter_ids:
                         yield parameter.grad
 
     def _drop_skipped_batches(self) -> None:
-        """A `GradScaler` makes its per-optimizer states anew in every update(): an update without a step means that the
-        step was skipped.
+        """Discard the batches of a step that the `GradScaler` skipped. It creates new per-optimizer states in every
+        update(), so an update without a step means a skipped step.
         """
         states = getattr(self.scaler, "_per_optimizer_states", None)
         if states is not self._scaler_round:
             self._pending, self._scaler_round = [], states
 
     def _before_step(self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let each evaluation of a closure start from the batches seen before the step, so that only the last one's
-        remain.
+        """Let each evaluation of a closure start from the batches seen before the step, so that only those of the last
+        evaluation remain.
         """
-        if self._are_cleared():
-            self._drop_cleared()
+        self._drop_cleared()
         outside = list(self._pending)
 
         def restarting(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -283,27 +277,36 @@ class DoubleForward:
         if has_skipped(optimizer):
             self._pending = []
             return
-        count_step_early(optimizer)  # the second forward sees the new weights
-        if inside_backward():  # a step as gradients arrive: the callback would come too late
+        try:
+            count_step_early(optimizer)  # before the second forward, which sees the new weights
+            self._finish_step(optimizer)
+        except BaseException:
+            _counted_early.discard(optimizer)  # torch runs no further hook of this step
+            raise
+
+    def _finish_step(self, optimizer: Optimizer) -> None:
+        if inside_backward():  # the optimizer steps as gradients arrive; the callback would come too late
             for task in list(self._backwards):
                 self._after_backward(task)
-        self._backwards.clear()  # of a backward that raised, the callback never comes
-        self._check_sight()
+        self._backwards.clear()  # the callback of a backward that raised never comes
+        self._check_forwards()
         for batch in self._pending:
-            batch.used |= batch.accumulated
+            if batch.status == Status.ACCUMULATED:
+                batch.advance(Status.STEPPED)
         again = id(optimizer) in self._stepped
         self._stepped.add(id(optimizer))
         if again or self._stepped >= {id(one) for one in self._optimizers}:
             self._stepped = {id(optimizer)} if again else set()
-            self.steps += self._forwards > self._forwards_counted  # of several optimizers, a later one adds no step
+            self.steps += self._forwards > self._forwards_counted  # two optimizers in turn make one step
             self._forwards_counted = self._forwards
             self._replay_pending()
 
     def _replay_pending(self) -> None:
-        """Replay what went into the step. A backward that was seen shows which batches did; else it must be all."""
+        """Replay the batches that went into the step. If no backward was observed, these are all batches."""
         pending, self._pending = self._pending, []
-        if any(batch.reached for batch in pending):
-            pending = [batch for batch in pending if batch.accumulated or not batch.observed]
+        if any(batch.status >= Status.REACHED for batch in pending):
+            wanted = (Status.UNOBSERVED, Status.ACCUMULATED, Status.STEPPED)
+            pending = [batch for batch in pending if batch.status in wanted]
         model = self._model()
         if model is None:
             return
@@ -315,28 +318,29 @@ class DoubleForward:
                 self._replay(model, batch, args, kwargs)
 
     def _replay(self, model: nn.Module, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        before = None if self._proven else batches_recorded(model)
+        before = None if self._has_recorded else batches_recorded(model)
         try:
-            replay(model, args, kwargs, batch.surroundings, batch.layers, batch.census)
+            replay(model, args, kwargs, batch.context, batch.layers, batch.modules)
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"memnorm: in the second forward, after step {self.steps}, which itself is done")
+                error.add_note(
+                    f"memnorm: raised in the second forward after optimizer step {self.steps}, which is complete"
+                )
             raise
         if before is not None:
-            self._prove(model, before)
+            self._check_recorded(model, before)
 
-    def _prove(self, model: nn.Module, before: dict[str, int]) -> None:
-        """See once that the second forward reaches layers; reads the device until it has."""
-        self._proven = batches_recorded(model) != before
-        self._fruitless += not self._proven
-        if self._fruitless == 3:
+    def _check_recorded(self, model: nn.Module, before: dict[str, int]) -> None:
+        """Warn if the second forward records nothing. This reads from the device until something was recorded once."""
+        self._has_recorded = batches_recorded(model) != before
+        self._empty_replays += not self._has_recorded
+        if self._empty_replays == 3:
             warn(
-                f"double_forward: {self._fruitless} second forwards of {type(model).__name__} have recorded nothing. "
-                "Its memorized layers are not the ones that run (kept elsewhere than among its modules?), or every "
-                "batch is not finite."
+                f"double_forward: {self._empty_replays} second forwards of {type(model).__name__} recorded nothing. "
+                "Either its forward calls layers that are not registered as its modules, or no batch is finite."
             )
 
-    def _check_bound(self, module: nn.Module) -> None:
+    def _check_pending(self, module: nn.Module) -> None:
         self._forwards_since_step += 1
         if self._forwards_since_step > self.max_pending:
             self._pending, self._forwards_since_step = [], 0
@@ -346,28 +350,29 @@ class DoubleForward:
                 "optimizer trains the model, pass that one; if training is over, call remove() on the handle."
             )
 
-    def _check_sight(self) -> None:
-        """Complain about steps of which no forward was seen: nothing would be recorded."""
+    def _check_forwards(self) -> None:
+        """Raise or warn if the optimizer steps without forwards of the model: nothing would be recorded."""
         model = self._model()
         if model is not None:
-            census = self._pending[-1].census if self._pending else Census.of(modules_of(model))
-            check_kept(model, self._names, "double_forward", census.without_record(model))
-            if not census.recorders:
-                raise NothingToRecord(f"double_forward: {nothing_records(model)}")
+            modules = self._pending[-1].modules if self._pending else ModuleLists.of(modules_of(model))
+            check_kept(model, self._names, "double_forward", modules.not_recording(model))
+            if not modules.recorders:
+                raise NothingToRecord(f"double_forward: {explain_no_recorder(model)}")
         if model is not None and self._forwards == 0 and any(gradient is not None for gradient in self._gradients()):
-            raise NothingToRecord(never_called(model, self._recorded_at_start))
-        self._blind_steps = self._blind_steps + 1 if self._forwards == self._forwards_at_last_step else 0
+            raise NothingToRecord(explain_no_forward(model, self._recorded_at_start))
+        without = self._forwards == self._forwards_at_last_step
+        self._steps_without_forward = self._steps_without_forward + 1 if without else 0
         self._forwards_at_last_step = self._forwards
-        if self._blind_steps == 10 * len(self._optimizers):
+        if self._steps_without_forward == 10 * len(self._optimizers):
             warn(
-                f"double_forward: {self._blind_steps} optimizer steps without a training forward of "
-                f"{type(model).__name__}; nothing is being recorded. Call the module that was given to "
-                "double_forward, or remove() the handle."
+                f"double_forward: {self._steps_without_forward} optimizer steps without a training forward of "
+                f"{type(model).__name__}; nothing is recorded. Call the module that was passed to "
+                "double_forward, or call remove() on the handle."
             )
 
 
 def detach(model: nn.Module) -> None:
-    """Remove every Double-Forward from `model`: its layers are about to be replaced."""
+    """Remove every Double-Forward from `model`, whose layers are about to be replaced."""
     for module in model.modules():
         for hook in [*module._forward_pre_hooks.values()]:
             if isinstance(hook, Hook):
@@ -380,11 +385,11 @@ def _check_arguments(model: nn.Module, optimizers: list[Any], every: int, fracti
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise DTypeError(
                 "double_forward: expected a torch.optim.Optimizer, or several in a list; "
-                f"got {type(optimizer).__name__}. Of a wrapper, pass the optimizer inside."
+                f"got {type(optimizer).__name__}. If this is a wrapper, pass the wrapped optimizer."
             )
     check_module(model, "double_forward")
     if not any(getattr(layer, "running_mean", True) is not None for layer in recorders(model)):
-        raise NothingToRecord(f"double_forward: {nothing_records(model)}")
+        raise NothingToRecord(f"double_forward: {explain_no_recorder(model)}")
     for optimizer in optimizers:
         if not trains(optimizer, model):
             raise OptionError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support import leaf, randomize
+from helpers.common import leaf, randomize
 from torch import Tensor, nn
 
 import memnorm

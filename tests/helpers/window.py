@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from support import images, labels
+from helpers.common import images, labels
 from torch import Tensor, nn
 
 import memnorm
@@ -35,7 +35,7 @@ def changed(module: nn.Module, before: dict[str, Tensor]) -> set[str]:
 
 
 def losses(net: nn.Module, size: int) -> tuple[float, float]:
-    """The mean loss of the first and of the last 5 of 40 steps on one batch of `support.small_net`'s data."""
+    """The mean loss of the first and of the last 5 of 40 steps on one batch of `common.small_net`'s data."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     x, target = images(size, seed=0), labels(size, seed=1)
     history = []

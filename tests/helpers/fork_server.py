@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from labkit import PLAIN, end, python, tiny
+from helpers.lab import PLAIN, end, python, tiny
 
 from memnorm.lab import environment, grid
 from memnorm.lab.errors import LabError
@@ -29,7 +29,7 @@ from memnorm.lab.train import run
 from memnorm.lab.training import Training, load_data
 
 
-class Nursery:
+class ForkServer:
     """A process that has loaded torch once and forks a child per order: a run in a process of its own, in no time.
 
     Each child leads a session, so that all that it starts can be found. Children say what they hear, a line each;
@@ -37,7 +37,7 @@ class Nursery:
     """
 
     def __init__(self) -> None:
-        self.process = python("import nursery; nursery.nurse()")
+        self.process = python("from helpers.fork_server import serve; serve()")
         self.child = 0
 
     def begin(self, spec: RunSpec, root: Path, **options: Any) -> int:
@@ -87,10 +87,10 @@ class Nursery:
 
 
 @functools.cache
-def shared_nursery() -> Nursery:
-    nursery = Nursery()
-    atexit.register(nursery.close)
-    return nursery
+def shared_fork_server() -> ForkServer:
+    fork_server = ForkServer()
+    atexit.register(fork_server.close)
+    return fork_server
 
 
 def say(*words: Any) -> None:
@@ -100,8 +100,8 @@ def say(*words: Any) -> None:
     os.write(1, f"{' '.join(map(str, words))}\n".encode())
 
 
-def nurse() -> None:
-    """The nursery's side."""
+def serve() -> None:
+    """The fork server's side."""
     torch.set_num_threads(1)
     environment.commit = lambda: None
     importlib.import_module("torch._dynamo")  # the optimizer would load it in every child

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import LAYERS, SHAPES, leaf, randn, randomize, small_net
+from helpers.common import LAYERS, SHAPES, leaf, randn, randomize, small_net
 
 from memnorm.norms import bn, brn, ghost, lagged_bn, momentum_bn, moving_bn
 
@@ -42,7 +42,7 @@ def warmed(name, *, steps=6, rank=4, **options):
 
 
 def net_with(name, **options):
-    """`support.small_net` with the norm in place of its batch norms."""
+    """`common.small_net` with the norm in place of its batch norms."""
     net = small_net()
     for place in (1, 4):
         net[place] = ENTRIES[name]["replace"](net[place], **options)

@@ -28,7 +28,7 @@ from memnorm.lab.store import Store
 from memnorm.lab.train import run
 from memnorm.lab.training import Training
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 PLAIN = Execution(threads=1, device="cpu", workers=0, checkpoint_seconds=1e9)
 EVERY_STEP = replace(PLAIN, checkpoint_seconds=0)
 TIMES = ("seconds", "images_per_second", "step_ms", "peak_memory_mb")
@@ -38,7 +38,7 @@ def tiny(**changes: Any) -> RunSpec:
     """A run of a fraction of a second; the last batch of an epoch is a smaller one."""
     data = {"classes": 4, "channels": 1, "image_size": 8, "train": 44, "test": 20}
     spec = RunSpec(
-        model="labkit:net",
+        model="helpers.lab:net",
         data="synthetic",
         data_options=data,
         batch_size=8,
@@ -241,7 +241,7 @@ def python(
 ) -> subprocess.Popen[str]:
     """A process of its own that runs `script` and talks by lines; `more` goes into its environment."""
     # no empty part: that would be the folder it runs in
-    here = os.pathsep.join(filter(None, [str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
+    here = os.pathsep.join(filter(None, [str(TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
     return subprocess.Popen(
         [*prefix, sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         stdin=subprocess.PIPE,

@@ -1,8 +1,7 @@
-"""Is batch normalization the trouble? Numbers per layer, and a verdict in words.
+"""Measure per layer whether batch normalization is a problem, and summarize it.
 
-Three things can be wrong, and are measured apart: a batch says little about the population (noise), the running
-statistics are not those of the network as it is now (staleness), and the network computes different things in training
-and in eval mode (disagreement).
+Three separate problems are measured: the statistics of a batch differ from those of the population (noise), the running
+statistics describe outdated weights (staleness), and the outputs in training and eval mode differ (disagreement).
 """
 
 from __future__ import annotations
@@ -17,19 +16,29 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memnorm.errors import NothingToRecord, OptionError
-from memnorm.estimate import Forward, Layers, _call, _norms_in, _tracking_layers, _watched, for_layer, population, rms
+from memnorm.estimate import (
+    Forward,
+    Layers,
+    call_model,
+    for_layer,
+    norms_in_mode,
+    observed,
+    population,
+    rms,
+    tracking_layers,
+)
 from memnorm.functional import Moments, merge
 from memnorm.layers import MemorizedBatchNorm
 from memnorm.norms.base import RunningNorm
 from memnorm.text import table
 
-NOTICEABLE = 0.1  # of a standard deviation, or of the output: the size from which the verdict speaks of a difference
+NOTICEABLE = 0.1  # in standard deviations, or relative to the output; the verdict mentions larger differences
 
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
-    """One layer, all numbers in units of a standard deviation of its inputs (root mean square over channels and
-    batches). `disagreement` is nan where the norm's rule in training cannot be told from the moments of a batch.
+    """The numbers of one layer in standard deviations of its inputs (root mean square over channels and batches).
+    `disagreement` is nan if the output in training is not a function of the moments of the batch.
     """
 
     name: str
@@ -42,7 +51,7 @@ class LayerDiagnosis:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found; `str()` is the table and the verdict."""
+    """The result of `diagnose`; `str()` is a table and a verdict."""
 
     layers: tuple[LayerDiagnosis, ...]
     batches: int
@@ -69,26 +78,25 @@ class Diagnosis:
 def diagnose(
     model: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None, show: bool = True
 ) -> Diagnosis:
-    """Measure what batch statistics do to `model` on `batches` (a list, of the size used in training), print it and
-    return it.
+    """Measure the effect of batch statistics in `model` on `batches`, a list of batches of the training size. Print the
+    result and return it.
 
-    Per layer: how far the statistics of a batch are from those of all batches (`batch_noise`), how far the running
-    statistics are from what the layer sees in eval mode (`staleness`), and how far its training and eval outputs are
-    apart (`disagreement`). For plain and memorized batch norm and the other norms with running statistics; of "cbn",
-    "ghost", "momentum_bn" and "online" the disagreement is measured at the model's output alone. The
-    model is left as it was; dropout is off throughout.
+    Per layer: the distance between the statistics of a batch and of all batches (`batch_noise`), between the running
+    statistics and those of the inputs in eval mode (`staleness`), and between the outputs in training and eval mode
+    (`disagreement`). This works for all norms with running statistics; for "cbn", "ghost", "momentum_bn" and "online",
+    the disagreement is measured at the output of the model only. The model is not changed, and dropout is off.
     """
     if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
         raise OptionError(f"diagnose: expected an iterable of batches, got {type(batches).__name__}: put it in a list")
-    call = forward or _call
+    call = forward or call_model
     batches = list(batches)
     if not batches:
-        raise NothingToRecord("diagnose: there is no batch; pass a few, of the size used in training")
-    layers = _tracking_layers(model, "diagnose")
+        raise NothingToRecord("diagnose: there is no batch; pass a few of the training size")
+    layers = tracking_layers(model, "diagnose")
     with torch.no_grad():
         per_batch, outputs_train = _training_pass(model, layers, batches, call)
         in_eval = population(model, layers, batches, call, training=False).moments
-        with _norms_in(model, layers, training=False):
+        with norms_in_mode(model, layers, training=False):
             outputs_eval = [_tensors(call(model, batch)) for batch in batches]
         found = tuple(
             _layer_diagnosis(name, layers[name], per_batch[name], in_eval[name])
@@ -107,8 +115,8 @@ def _training_pass(
 ) -> tuple[dict[str, list[Moments]], list[list[Tensor]]]:
     per_batch: dict[str, list[Moments]] = {}
     with (
-        _norms_in(model, layers, training=True),
-        _watched(layers, lambda name, moments: per_batch.setdefault(name, []).append(moments)),
+        norms_in_mode(model, layers, training=True),
+        observed(layers, lambda name, moments: per_batch.setdefault(name, []).append(moments)),
     ):
         outputs = [_tensors(call(model, batch)) for batch in batches]
     return per_batch, outputs
@@ -128,14 +136,14 @@ def _layer_diagnosis(name: str, layer: Any, per_batch: list[Moments], in_eval: M
 
 
 def _gap(layer: Any, per_batch: list[Moments], running: Moments) -> float:
-    """How far the layer's normalised values are apart in training and eval mode; nan if that cannot be told."""
+    """The distance between the normalized values in training and eval mode; nan if it is unknown."""
     used = [(_training_moments(layer, batch), batch) for batch in per_batch]
     gaps = [_output_gap(train, running, batch, layer.eps) for train, batch in used if train is not None]
     return rms(gaps) if gaps else math.nan
 
 
 def _training_moments(layer: Any, batch: Moments) -> Moments | None:
-    """What the layer normalises `batch` with in training mode."""
+    """The moments that the layer uses in training mode to normalize `batch`."""
     if isinstance(layer, RunningNorm):
         return layer.training_moments(batch)
     if not isinstance(layer, MemorizedBatchNorm):
@@ -145,8 +153,8 @@ def _training_moments(layer: Any, batch: Moments) -> Moments | None:
 
 
 def _distance(a: Moments, b: Moments, eps: float) -> Tensor:
-    """Per channel: the shift between the means, and the ratio of the deviations as a difference of logarithms, as one
-    length.
+    """Per channel, √(shift² + ratio²), with the shift between the means in standard deviations and the logarithm of the
+    ratio of the standard deviations.
     """
     deviation = (b.var + eps).sqrt()
     shift = (a.mean - b.mean) / deviation
@@ -155,8 +163,8 @@ def _distance(a: Moments, b: Moments, eps: float) -> Tensor:
 
 
 def _output_gap(train: Moments, eval_: Moments, batch: Moments, eps: float) -> Tensor:
-    """Root mean square, over a batch with the given moments, of the difference between its normalised values in
-    training and in eval mode.
+    """Root mean square of the difference between normalized values in training and eval mode, over a batch with the
+    given moments.
     """
     a, b = torch.rsqrt(train.var + eps), torch.rsqrt(eval_.var + eps)
     slope, offset = a - b, b * eval_.mean - a * train.mean
@@ -170,8 +178,8 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _disagreement(train: list[list[Tensor]], evaluated: list[list[Tensor]]) -> tuple[float, float | None]:
-    """Relative difference of the outputs, and the share of predictions that differ if the outputs are scores (N,
-    classes).
+    """The relative difference of the outputs, and the share of predictions that differ if the outputs are scores
+    (N, classes).
     """
     same = [(one, other) for one, other in zip(train, evaluated, strict=True) if len(one) == len(other)]
     pairs = [(a, b) for one, other in same for a, b in zip(one, other, strict=True) if a.shape == b.shape]
@@ -187,29 +195,29 @@ def _disagreement(train: list[list[Tensor]], evaluated: list[list[Tensor]]) -> t
 def _verdict(layers: tuple[LayerDiagnosis, ...], gap: float, changed: float | None) -> str:
     noisy, stale = _worst(layers, "batch_noise"), _worst(layers, "staleness")
     if not all(math.isfinite(value) for value in (gap, noisy.batch_noise, stale.staleness)):
-        return "Something is not finite: look for inf or nan in the batches, and in the weights before such layers."
+        return "Some values are not finite: check the batches and the weights for inf and nan."
     sentences = []
     if noisy.batch_noise > NOTICEABLE:
         sentences.append(
             f"Batch statistics are noisy: in {noisy.name or 'the layer'} those of a batch "
-            f"({noisy.values_per_batch:.0f} values per channel) miss those of all batches by {noisy.batch_noise:.2f} "
-            "standard deviations. Larger batches, or a memory (memnorm.convert), would help."
+            f"({noisy.values_per_batch:.0f} values per channel) differ from those of all batches by "
+            f"{noisy.batch_noise:.2f} standard deviations. Larger batches or a memory (memnorm.convert) help."
         )
     if stale.staleness > NOTICEABLE:
         sentences.append(
-            f"Running statistics are stale: in {stale.name or 'the layer'} they are {stale.staleness:.2f} standard "
-            "deviations from what the layer sees in eval mode. memnorm.recalibrate(model, batches) refreshes them; "
-            "with a memory, memnorm.double_forward keeps them fresh."
+            f"Running statistics are stale: in {stale.name or 'the layer'} they differ by {stale.staleness:.2f} "
+            "standard deviations from the inputs in eval mode. memnorm.recalibrate(model, batches) updates them; with "
+            "a memory, memnorm.double_forward keeps them up to date."
         )
     if gap > NOTICEABLE:
         share = "" if changed is None else f" and {changed:.1%} of the predictions change"
         sentences.append(f"Training and eval mode disagree: their outputs differ by {gap:.0%}{share}.")
     return " ".join(sentences) or (
         f"Nothing unusual: batch noise at most {noisy.batch_noise:.2f} and staleness at most {stale.staleness:.2f} "
-        f"standard deviations, outputs in training and eval mode {gap:.0%} apart."
+        f"standard deviations; the outputs in training and eval mode differ by {gap:.0%}."
     )
 
 
 def _worst(layers: tuple[LayerDiagnosis, ...], key: str) -> LayerDiagnosis:
-    """The layer with the largest value; one that is not a number is worst of all."""
+    """The layer with the largest value; nan counts as the largest."""
     return max(layers, key=lambda layer: (math.isnan(getattr(layer, key)), getattr(layer, key)))

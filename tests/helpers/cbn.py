@@ -1,10 +1,10 @@
 """What the tests of cross-iteration batch norm share: layers that feed a norm, and steps that move their weights."""
 
 import torch
-from support import randn, randomize
+from helpers.common import randn, randomize
 from torch import nn
 
-from memnorm.norms.cbn import CrossIterationBatchNorm, take_note, watch_sources
+from memnorm.norms.cbn import CrossIterationBatchNorm, take_source, watch_sources
 
 EPS = 1e-5
 FEEDERS = {
@@ -49,7 +49,7 @@ def column(vector, x):
 def read_memory(net, x):
     """What a training forward reads, without the forward."""
     out = net[0](x)
-    net[1]._feed = take_note(out), out.detach()
+    net[1]._feed = take_source(out), out.detach()
     try:
         return net[1]._read()
     finally:

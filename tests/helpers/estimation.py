@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import randn
+from helpers.common import randn
 from torch import nn
 
 import memnorm

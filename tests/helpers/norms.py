@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import images, labels
+from helpers.common import images, labels
 from torch import nn
 
 from memnorm import norms
@@ -12,7 +12,7 @@ each_norm = pytest.mark.parametrize("name", EACH)
 
 
 def chain(seed=0):
-    """A network every norm can be put into: convolution, norm, rectifier, in a row."""
+    """A network every norm can be put into: convolutions, norms and ReLUs in a row."""
     torch.manual_seed(seed)
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from support import images, labels, leaf
+from helpers.common import images, labels, leaf
 from torch import nn
 from torch.nn import functional as F
 
@@ -50,8 +50,8 @@ class FrozenBatchNorm2d(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
 
-def seasoned(model, shape=(8, 3, 5, 4), *, dtype=torch.float32, steps=3):
-    """The model after a few training forwards, which leave statistics and counters that are no one's defaults."""
+def with_statistics(model, shape=(8, 3, 5, 4), *, dtype=torch.float32, steps=3):
+    """The model after a few training forwards, with statistics and counters that differ from the defaults."""
     for step in range(steps):
         model(leaf(shape, seed=step, dtype=dtype))
     return model

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from support import leaf, randn
+from helpers.common import leaf, randn
 from torch import Tensor, nn
 
 import memnorm

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import images, labels, randn
+from helpers.common import images, labels, randn
 from torch import Tensor, nn
 from torch.nn import functional as F
 

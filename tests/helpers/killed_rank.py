@@ -6,11 +6,11 @@ import os
 import signal
 from pathlib import Path
 
-import labkit
+from helpers import lab
 from torch import Tensor, nn
 
 
-class Mortal(nn.Module):
+class KilledRank(nn.Module):
     """Kills the second process in its n-th training forward with gradient, and leaves a mark not to do it again."""
 
     def __init__(self, dies_at: int | None, mark: str) -> None:
@@ -26,4 +26,4 @@ class Mortal(nn.Module):
 
 
 def net(num_classes: int, in_channels: int, dies_at: int | None, mark: str) -> nn.Module:
-    return nn.Sequential(Mortal(dies_at, mark), labkit.net(num_classes, in_channels, dropout=0.3))
+    return nn.Sequential(KilledRank(dies_at, mark), lab.net(num_classes, in_channels, dropout=0.3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support import randn
+from helpers.common import randn
 from torch import Tensor, nn
 
 import memnorm
@@ -38,6 +38,14 @@ def assert_remembers(model: nn.Module, *batches: Tensor) -> None:
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def attached(*before: nn.Module, **options: Any) -> tuple[Any, torch.optim.SGD]:
+    """A `transparent_net` and its optimizer, with Double-Forward."""
+    model = transparent_net(*before)
+    optimizer = sgd(model)
+    memnorm.double_forward(model, optimizer, **options)
+    return model, optimizer
 
 
 def accumulate(model: nn.Module, x: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import LAYERS, randn, randomize
+from helpers.common import LAYERS, randn, randomize
 from torch import Tensor
 
 from memnorm.functional import statistics_dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support import randn, randomize
+from helpers.common import randn, randomize
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset

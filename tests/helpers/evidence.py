@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from reportkit import fabricate
+from helpers.reports import fabricate
 
 from memnorm.lab.evidence import STUDIES, Study
 from memnorm.lab.evidence.findings import Findings

@@ -1,9 +1,8 @@
-"""One line to give a model its memory, one to take it away again, one to see what is what."""
+"""Replace the batch norms of a model (`convert`), restore them (`to_batchnorm`), and list them (`summary`)."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from memnorm import centering, norms
+from memnorm._double_forward import detach
 from memnorm.distributed import keep_local, stop_exchange, unkeep_local
-from memnorm.double_forward import detach
 from memnorm.errors import NothingToConvert, OptionError, WrappedModelError, check_module, warn
 from memnorm.layers import MemorizedBatchNorm, Recording
+from memnorm.modules import replace_modules
 from memnorm.norms.base import RunningNorm, behind, has_activation, restored
 from memnorm.norms.mbn import plain
 from memnorm.stripped import unwatch_saving, watch_saving
 from memnorm.text import table
 
 STOCK_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, _BatchNorm)
-HARMLESS = {"__init__", "__repr__", "__annotate__", "__dict__", "__weakref__"} | {
+COSMETIC_METHODS = {"__init__", "__repr__", "__annotate__", "__dict__", "__weakref__"} | {
     "extra_repr",
     "reset_parameters",
     "_check_input_dim",
@@ -32,24 +32,24 @@ HARMLESS = {"__init__", "__repr__", "__annotate__", "__dict__", "__weakref__"} |
 
 
 def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **options: Any) -> nn.Module:
-    """Replace every batch norm of `model` in place and return the model (a new layer, if `model` is itself a batch
-    norm).
+    """Replace every batch norm of `model` in place and return the model. If `model` is a batch norm, return the new
+    layer.
 
         model = memnorm.convert(model, "two_way")                   # two-way memory: for micro-batches
         model = memnorm.convert(model)                              # memorized batch norm, the paper's defaults
         model = memnorm.convert(model, memory_size=None, decay=0.99)
 
-    Parameters stay the same objects, so an optimizer made before the conversion goes on working; running statistics,
-    mode, device, hooks and sharing are kept, and `convert(model).eval()` computes what `model.eval()` did. So it is for
-    memorized batch norm and the other norms of that family; some norms add parameters ("frn", "evonorm_s0") or replace
-    those of convolutions ("weight_norm"): make the optimizer after such a conversion (see `docs/norms/`). Layers that
-    are more than a batch norm are converted with what they do (timm's BatchNormAct2d), or left alone and named in a
-    warning (frozen, lazy or parametrized norms, subclasses with a forward of their own). Layers that are memorized
-    already get the options that are given and keep their memory; layers of other norms count as the batch norm they
-    came from.
+    Parameters stay the same objects, so an optimizer that was created before the conversion still works. Running
+    statistics, mode, device, hooks and sharing are kept, and `convert(model).eval()` computes the same as
+    `model.eval()` did. Norms outside this family may add parameters ("frn", "evonorm_s0") or replace those of
+    convolutions ("weight_norm"): create the optimizer after such a conversion (see `docs/norms/`).
+
+    timm's BatchNormAct2d keeps its activation. Frozen, lazy and parametrized norms and subclasses with their own
+    forward are skipped with a warning. Memorized layers get the given options and keep their memory. Layers of another
+    norm are replaced as the batch norm that they were converted from.
 
     Args:
-        model: anything but a model already wrapped for distributed training.
+        model: a module that is not yet wrapped for distributed training.
         norm: a name of `memnorm.norms.available()`, or a function `(num_features, **options)` that returns a module.
         options: for "two_way": `decay`, `strength`, `warmup`, `center`, `sync`; for "mbn": `memory_size`, `decay`,
             `strength`, `prior_weight`, `prior_from_init`, `sync`; for others, see their page in `docs/norms/`.
@@ -64,17 +64,17 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
     if reason:
         raise OptionError(f"convert: norm {norm!r} cannot be put into {type(model).__name__}: {reason}")
     wanted = {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) or _is_look_alike(layer)
+        name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) or _is_similar(layer)
     }
-    reasons = {name: why_not(layer) for name, layer in wanted.items()}
+    reasons = {name: _reason_to_skip(layer) for name, layer in wanted.items()}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     if len(skipped) == len(wanted):
         raise NothingToConvert(_nothing_to_convert(model, skipped))
     new = {layer: build(_original(layer, norm), **options) for name, layer in wanted.items() if name not in skipped}
-    _settle(model)
+    _undo_surgery(model)
     unkeep_local(model)
     if skipped:
-        warn(f"convert left alone: {_listing(skipped)}")
+        warn(f"convert skipped: {_listing(skipped)}")
     converted = replace_modules(model, new)
     keep_local(converted)
     unwatch_saving(converted)
@@ -86,85 +86,51 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
 
 
 def to_batchnorm(model: nn.Module) -> nn.Module:
-    """Replace every memorized layer of `model` in place by the plain batch norm that evaluates the same, and return the
-    model. So for the other norms that are batch norm in eval mode, such as "brn" or "ghost".
+    """Replace every memorized layer of `model` in place by the batch norm that computes the same in eval mode, and
+    return the model. The same holds for other norms that are batch norm in eval mode, such as "brn" or "ghost".
 
-    The result has torch's own classes (timm's, where a layer came from there) and needs nothing of memnorm. In a
-    half-precision model the statistics are rounded to its dtype, as batch norm's are. Convert a copy,
-    `to_batchnorm(deepcopy(model))`, to go on training the original. Double-Forward and `memnorm.center` are removed.
+    The result has torch's own classes (or timm's) and does not need memnorm. In a half-precision model the statistics
+    are rounded to its dtype, as those of batch norm are. To continue training the original, convert a copy:
+    `to_batchnorm(deepcopy(model))`. Double-Forward and `memnorm.center` are removed.
     """
     check_module(model, "to_batchnorm")
     _refuse_wrapped(model, "to_batchnorm")
     layers = [layer for layer in model.modules() if isinstance(layer, (MemorizedBatchNorm, RunningNorm))]
     if not layers:
-        raise NothingToConvert(
-            f"to_batchnorm: {type(model).__name__} has no memorized layer; it is a plain model already"
-        )
+        raise NothingToConvert(f"to_batchnorm: {type(model).__name__} has no memorized layer")
     for layer in layers:
         if isinstance(layer, RunningNorm) and not layer.evaluates_as_batchnorm:
             raise OptionError(
-                f"to_batchnorm: {type(layer).__name__} does more in eval mode than batch norm, which could not take "
-                f"its place ({layer.extra_repr()})"
+                f"to_batchnorm: {type(layer).__name__} computes something else than batch norm in eval mode, so batch "
+                f"norm cannot replace it ({layer.extra_repr()})"
             )
     detach(model)
     stop_exchange(model)
     unkeep_local(model)
     unwatch_saving(model)
-    _settle(model)
+    _undo_surgery(model)
     centering.remove(model)
     return replace_modules(model, {layer: _original(layer, None) for layer in layers})
 
 
-def _settle(model: nn.Module) -> None:
-    """Undo what an earlier conversion did to the model besides replacing its norms."""
-    for norm in norms.in_use():
+def _undo_surgery(model: nn.Module) -> None:
+    """Undo the changes of an earlier conversion besides the replaced norms."""
+    for norm in map(norms.get, norms.available()):
         if norm.settle is not None:
             norm.settle(model)
 
 
 def _original(layer: Any, norm: Any) -> Any:
-    """What `norm` takes the place of: of a layer that was converted before, the plain batch norm that evaluates the
-    same. A layer that is of this norm already keeps its memory and gets the new options.
+    """The layer that `norm` replaces: for a converted layer, the batch norm that computes the same in eval mode. A
+    layer of this norm itself is returned unchanged, because it keeps its memory.
     """
     if isinstance(layer, MemorizedBatchNorm):
         return layer if layer.norm == norm else plain(layer)
     return restored(layer) if isinstance(layer, RunningNorm) else layer
 
 
-def replace_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Put `new[module]` wherever `module` is registered, shared places included."""
-    for parent in [*model.modules(), *new.values()]:
-        for name, child in parent._modules.items():
-            if child in new:
-                parent._modules[name] = new[child]
-        _replace_in_containers(parent, new)
-    for replacement in new.values():
-        hooks: Iterable[Any] = replacement._load_state_dict_pre_hooks.values()
-        for hook in hooks:
-            if getattr(hook, "with_module", False):
-                hook.module = weakref.ref(replacement)  # torch refers to the layer that goes
-    return new.get(model, model)
-
-
-def _replace_in_containers(parent: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
-    """Lists, tuples and dictionaries that a module keeps its layers in besides registering them."""
-
-    def fresh(value: Any) -> Any:
-        return new.get(value, value) if isinstance(value, nn.Module) else value
-
-    for name, value in vars(parent).items():
-        if name.startswith("_"):
-            continue
-        if type(value) is list:
-            value[:] = map(fresh, value)
-        elif type(value) is dict:
-            value.update({key: fresh(one) for key, one in value.items()})
-        elif type(value) is tuple and any(isinstance(one, nn.Module) for one in value):
-            parent.__dict__[name] = tuple(map(fresh, value))
-
-
-def why_not(layer: nn.Module) -> str | None:
-    """The reason to leave a norm alone, or None if it can be replaced without losing anything it does."""
+def _reason_to_skip(layer: nn.Module) -> str | None:
+    """The reason not to replace a norm, or None if its replacement can do everything that it does."""
     if isinstance(layer, (MemorizedBatchNorm, RunningNorm)) or (
         has_activation(layer) and "forward" not in layer.__dict__
     ):
@@ -172,9 +138,9 @@ def why_not(layer: nn.Module) -> str | None:
     if isinstance(layer, torch.jit.ScriptModule):
         return "scripted; convert before torch.jit.script"
     if not isinstance(layer, _BatchNorm):
-        return f"{type(layer).__name__} is not torch's batch norm: frozen statistics, or a forward of its own"
+        return f"{type(layer).__name__} is not torch's batch norm: frozen statistics, or its own forward"
     if isinstance(layer, _LazyNormBase):
-        return "lazy; send one batch through the model, then convert"
+        return "lazy; run one batch through the model first"
     if parametrize.is_parametrized(layer):
         return "parametrized"
     own = sorted(_additions(layer))
@@ -182,16 +148,16 @@ def why_not(layer: nn.Module) -> str | None:
 
 
 def _additions(layer: _BatchNorm) -> set[str]:
-    """What a subclass or an instance adds to torch's batch norm: another forward, or a train() that stays in eval."""
+    """The methods that a subclass or an instance overrides, such as forward or train."""
     mro = type(layer).__mro__
     added = mro[: min(mro.index(stock) for stock in STOCK_CLASSES if stock in mro)]
     members = {name for cls in added for name, member in vars(cls).items() if hasattr(member, "__get__")}
-    return (members - HARMLESS) | ({"forward"} & layer.__dict__.keys())
+    return (members - COSMETIC_METHODS) | ({"forward"} & layer.__dict__.keys())
 
 
-def _is_look_alike(layer: nn.Module) -> bool:
-    """A norm with running statistics and an affine map that is not torch's batch norm: FrozenBatchNorm2d, in-place ABN
-    and the like.
+def _is_similar(layer: nn.Module) -> bool:
+    """Return True for a norm with running statistics that is not torch's batch norm, such as FrozenBatchNorm2d or
+    in-place ABN.
     """
     if isinstance(layer, torch.jit.ScriptModule):
         return str(getattr(layer, "original_name", "")).endswith(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"))
@@ -226,17 +192,17 @@ def _refuse_wrapped(model: nn.Module, caller: str) -> None:
         name = type(module).__name__
         if isinstance(module, DistributedDataParallel) or name == "FullyShardedDataParallel":
             raise WrappedModelError(
-                f"{caller}: the model is wrapped in {name}, which has taken note of its layers already. Call "
-                f"memnorm.{caller} on the bare model first and wrap the result: {name}(memnorm.{caller}(model))."
+                f"{caller}: the model is wrapped in {name}, which has already registered its layers. Call "
+                f"memnorm.{caller} on the unwrapped model and wrap the result: {name}(memnorm.{caller}(model))."
             )
 
 
 def _nothing_to_convert(model: nn.Module, skipped: dict[str, str]) -> str:
     name = type(model).__name__
     if skipped:
-        return f"convert: {name} has no batch norm that can be replaced; left alone: {_listing(skipped)}"
+        return f"convert: {name} has no batch norm that can be replaced; skipped: {_listing(skipped)}"
     kinds = sorted({type(module).__name__ for module in model.modules() if "Norm" in type(module).__name__})
-    found = f"its norms are {', '.join(kinds)}" if kinds else "it has no norm at all"
+    found = f"its norms are {', '.join(kinds)}" if kinds else "it has no norm"
     return f"convert: {name} has no batch norm; {found}. memnorm replaces torch.nn.BatchNorm1d/2d/3d and SyncBatchNorm."
 
 
@@ -272,13 +238,11 @@ class Summary:
 
 
 def summary(model: nn.Module) -> Summary:
-    """What each norm layer of `model` is: memorized (with its memory), of another norm (with what it has recorded),
-    plain, or left alone and why.
-    """
+    """List the norm layers of `model` with class, channels, mode and memory, or the reason why `convert` skips them."""
     check_module(model, "summary")
     rows = []
     for name, module in model.named_modules():
-        is_norm = isinstance(module, _BatchNorm) or _is_look_alike(module) or "Norm" in type(module).__name__
+        is_norm = isinstance(module, _BatchNorm) or _is_similar(module) or "Norm" in type(module).__name__
         if is_norm:
             channels = next(
                 (
@@ -296,7 +260,7 @@ def summary(model: nn.Module) -> Summary:
 def _note(layer: nn.Module) -> str:
     if isinstance(layer, (MemorizedBatchNorm, RunningNorm)):
         return layer.note()
-    if isinstance(layer, _BatchNorm) or _is_look_alike(layer):
-        reason = why_not(layer)
-        return "plain, can be converted" if reason is None else f"left alone: {reason}"
+    if isinstance(layer, _BatchNorm) or _is_similar(layer):
+        reason = _reason_to_skip(layer)
+        return "plain, can be converted" if reason is None else f"skipped: {reason}"
     return "not a batch norm"

@@ -1,32 +1,47 @@
-"""The way back to plain batch norm, and the summary of what is what."""
+"""`to_batchnorm` and `summary`."""
 
 import copy
 import io
 
 import pytest
 import torch
-from converting import VARIANTS, FrozenBatchNorm2d, assert_bitwise, evaluated, seasoned, train_step, trained
-from support import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
+from helpers.common import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
+from helpers.conversion import (
+    VARIANTS,
+    FrozenBatchNorm2d,
+    assert_bitwise,
+    evaluated,
+    train_step,
+    trained,
+    with_statistics,
+)
 from torch import nn
 
 import memnorm
+from memnorm.errors import NothingToConvert
 
 
-def test_every_class_of_a_model_is_torchs_own_again():
-    original = [type(module) for module in small_net().modules()]
-    model = memnorm.to_batchnorm(trained(memnorm.convert(small_net())))
-    assert [type(module) for module in model.modules()] == original
-
-
-def test_a_model_evaluates_bit_for_bit_the_same_without_its_memory():
+def test_a_model_has_torchs_classes_state_and_outputs_again():
     model = trained(memnorm.convert(small_net()))
-    before = evaluated(model, images(5, seed=9))
-    assert_bitwise(evaluated(memnorm.to_batchnorm(model), images(5, seed=9)), before)
+    model[1].eval()
+    parameters, before = list(model.parameters()), evaluated(model, images(5, seed=9))
+    memnorm.to_batchnorm(model)
+    assert_bitwise(evaluated(model, images(5, seed=9)), before)
+    assert [type(module) for module in model.modules()] == [type(module) for module in small_net().modules()]
+    assert list(model.state_dict()) == list(small_net().state_dict())
+    assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
+    assert [model[i].training for i in (1, 4)] == [False, True]
+
+
+@pytest.mark.parametrize("build", [small_net, lambda: nn.BatchNorm2d(3)], ids=["network", "layer"])
+def test_a_plain_model_is_an_error(build):
+    with pytest.raises(NothingToConvert, match=r"to_batchnorm: .* has no memorized layer"):
+        memnorm.to_batchnorm(build())
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_a_layer_of_any_kind_evaluates_bit_for_bit_the_same_without_its_memory(options):
-    layer = seasoned(memnorm.convert(nn.BatchNorm2d(3, **options)))
+    layer = with_statistics(memnorm.convert(nn.BatchNorm2d(3, **options)))
     x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
     before = evaluated(layer, x)
     assert_bitwise(evaluated(memnorm.to_batchnorm(layer), x), before)
@@ -35,7 +50,7 @@ def test_a_layer_of_any_kind_evaluates_bit_for_bit_the_same_without_its_memory(o
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_conversion_and_back_restores_every_attribute(shape, options):
-    layer = seasoned(LAYERS[len(shape)][1](3, **options), shape)
+    layer = with_statistics(LAYERS[len(shape)][1](3, **options), shape)
     back = memnorm.to_batchnorm(memnorm.convert(copy.deepcopy(layer)))
     assert type(back) is type(layer)
     assert back.__dict__.keys() == layer.__dict__.keys()
@@ -43,34 +58,10 @@ def test_conversion_and_back_restores_every_attribute(shape, options):
     assert_same_state(back, layer)
 
 
-def test_state_dict_has_the_keys_of_the_original_in_their_order():
-    model = memnorm.to_batchnorm(trained(memnorm.convert(small_net())))
-    assert list(model.state_dict()) == list(small_net().state_dict())
-
-
-def test_the_state_dict_loads_into_the_original_architecture():
-    model = memnorm.to_batchnorm(trained(memnorm.convert(small_net())))
-    fresh = small_net(seed=3)
-    fresh.load_state_dict(model.state_dict(), strict=True)
-    assert_bitwise(evaluated(fresh, images(5, seed=9)), evaluated(model, images(5, seed=9)))
-
-
 def saved_bytes(model):
     file = io.BytesIO()
     torch.save(model, file)
     return file.getvalue()
-
-
-def test_a_saved_model_mentions_memnorm_while_it_has_a_memory():
-    assert b"memnorm" in saved_bytes(memnorm.convert(small_net()))
-
-
-def with_double_forward(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = memnorm.double_forward(model, optimizer)
-    for step in range(3):
-        train_step(model, optimizer, seed=step)
-    return handle
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["itself", "copy"])
@@ -80,10 +71,12 @@ def test_a_saved_model_needs_nothing_of_memnorm_after_to_batchnorm(how, copied):
     if how == "trained":
         trained(model)
     elif how == "with Double-Forward":
-        handle = with_double_forward(model)
-        assert handle.steps == 3
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        memnorm.double_forward(model, optimizer)
+        train_step(model, optimizer, seed=0)
     else:
         torch.utils.checkpoint.checkpoint(model, images(4, seed=0), use_reentrant=False).sum().backward()
+    assert b"memnorm" in saved_bytes(model)
     plain = memnorm.to_batchnorm(copy.deepcopy(model) if copied else model)
     assert b"memnorm" not in saved_bytes(plain)
 
@@ -110,30 +103,12 @@ def test_to_batchnorm_of_a_copy_leaves_the_original_training():
     assert_same_state(model, other)
 
 
-def test_parameters_stay_the_same_objects_on_the_way_back():
-    model = memnorm.convert(small_net())
-    before = list(model.parameters())
-    after = list(memnorm.to_batchnorm(model).parameters())
-    assert all(new is old for new, old in zip(after, before, strict=True))
-
-
-def test_modes_stay_on_the_way_back():
-    model = memnorm.convert(small_net())
-    model[1].eval()
-    memnorm.to_batchnorm(model)
-    assert [model[i].training for i in (1, 4)] == [False, True]
-
-
-def test_a_shared_layer_stays_one_layer_on_the_way_back():
+def test_a_shared_layer_stays_one_layer():
     shared = memnorm.MemorizedBatchNorm2d(3)
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
     memnorm.to_batchnorm(model)
     assert type(model["a"]) is nn.BatchNorm2d
     assert model["b"][0] is model["a"]
-
-
-def test_a_layer_that_is_the_model_comes_back_as_a_plain_one():
-    assert type(memnorm.to_batchnorm(memnorm.MemorizedBatchNorm1d(3))) is nn.BatchNorm1d
 
 
 def test_a_half_model_comes_back_bit_for_bit():
@@ -162,7 +137,7 @@ def test_a_half_model_comes_back_in_half_whatever_happened_in_between(first, cha
 
 
 def test_a_half_layer_without_affine_parameters_comes_back_bit_for_bit():
-    original = seasoned(nn.BatchNorm2d(3, affine=False)).half()
+    original = with_statistics(nn.BatchNorm2d(3, affine=False)).half()
     back = memnorm.to_batchnorm(memnorm.convert(copy.deepcopy(original)))
     assert_same_state(back, original)
 
@@ -175,11 +150,13 @@ def test_a_plain_model_trains_as_if_it_had_never_been_converted():
 
 
 def test_a_summary_has_a_row_for_each_norm_in_order():
-    rows = memnorm.summary(memnorm.convert(small_net())).layers
+    net = memnorm.convert(small_net())
+    net[4].eval()
+    rows = memnorm.summary(net).layers
     kind = "MemorizedBatchNorm2d"
     assert [(row.name, row.kind, row.channels, row.mode) for row in rows] == [
         ("1", kind, 6, "train"),
-        ("4", kind, 4, "train"),
+        ("4", kind, 4, "eval"),
     ]
 
 
@@ -194,21 +171,21 @@ NOTES = {
     "GroupNorm": (lambda: nn.GroupNorm(1, 3), "not a batch norm"),
     "frozen": (
         lambda: FrozenBatchNorm2d(3),
-        "left alone: FrozenBatchNorm2d is not torch's batch norm: frozen statistics, or a forward of its own",
+        "skipped: FrozenBatchNorm2d is not torch's batch norm: frozen statistics, or its own forward",
     ),
-    "lazy": (nn.LazyBatchNorm2d, "left alone: lazy; send one batch through the model, then convert"),
+    "lazy": (nn.LazyBatchNorm2d, "skipped: lazy; run one batch through the model first"),
     "fresh": (lambda: memnorm.MemorizedBatchNorm2d(3), "remembers 0 of 20 batches, decay 0.9, strength 0.5"),
     "filling": (
-        lambda: seasoned(memnorm.MemorizedBatchNorm2d(3, decay=0.8)),
+        lambda: with_statistics(memnorm.MemorizedBatchNorm2d(3, decay=0.8)),
         "remembers 3 of 20 batches, decay 0.8, strength 0.5",
     ),
     "scheduled": (scheduled, "remembers 0 of 20 batches, decay 0.9, strength 0.1"),
     "full": (
-        lambda: seasoned(memnorm.MemorizedBatchNorm2d(3, memory_size=2)),
+        lambda: with_statistics(memnorm.MemorizedBatchNorm2d(3, memory_size=2)),
         "remembers 2 of 2 batches, decay 0.9, strength 0.5",
     ),
     "unlimited": (
-        lambda: seasoned(memnorm.MemorizedBatchNorm2d(3, memory_size=None)),
+        lambda: with_statistics(memnorm.MemorizedBatchNorm2d(3, memory_size=None)),
         "remembers all batches, decay 0.9, strength 0.5",
     ),
     "unlimited and fresh": (
@@ -228,14 +205,8 @@ def test_a_summary_notes_what_each_layer_is(build, note):
     assert [row.note for row in memnorm.summary(nn.Sequential(build())).layers] == [note]
 
 
-def test_a_summary_tells_layers_in_eval_mode():
-    net = small_net()
-    net[1].eval()
-    assert [row.mode for row in memnorm.summary(net).layers] == ["eval", "train"]
-
-
 def test_a_printed_summary_is_a_table_of_names_and_memory():
-    lines = str(memnorm.summary(nn.ModuleDict({"stem": seasoned(memnorm.MemorizedBatchNorm2d(3))}))).splitlines()
+    lines = str(memnorm.summary(nn.ModuleDict({"stem": with_statistics(memnorm.MemorizedBatchNorm2d(3))}))).splitlines()
     assert lines[0].split() == ["layer", "kind", "channels", "mode"]
     assert lines[2].split(maxsplit=4) == [
         "stem",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import images, labels, small_net
+from helpers.common import images, labels, small_net
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,14 +23,14 @@ PARTS = {  # images of each process in step 0, 1, …, and again from the start
     2: [(3, 5), (4, 4), (0, 6), (7, 1)],
     4: [(3, 0, 1, 4), (2, 2, 2, 2), (0, 0, 5, 3), (1, 6, 0, 2)],
 }
-HERE = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else processes started again look for the dead ones
 
 
 def torchrun(*program: str, processes: int, flags: tuple[str, ...] = ()) -> None:
     """Run a program in several processes; what they complain about fails the test."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *flags]
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **RESTARTABLE, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [*launcher, *program], env=environment, capture_output=True, text=True, check=False, timeout=300

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from optional import library
-from support import images
+from helpers.common import images
+from helpers.optional import library
 from torch import Tensor, nn
 from torch.export import Dim
 
