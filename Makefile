@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2' -o -name '*.cpp' -o -name '*.h') memnorm/py.typed pyproject.toml setup.py README.md LICENSE
 
-.PHONY: test test-full demo docs bench evidence evidence-runs lint format clean
+.PHONY: test test-full demo docs bench lint format clean
 
 test: .venv/installed lint
 	$(BIN)/pytest -n 2
@@ -19,17 +19,6 @@ docs: .venv/docs .venv/installed
 
 bench: .venv/installed
 	$(BIN)/memnorm bench all --out results/bench.json
-	$(BIN)/python tools/docs.py
-
-# The studies of docs/protocol.md: prints the queue with its hours here, then runs or resumes it. Interrupt it at will.
-# glibc keeps the memory that a step frees for the next step; by default it gives back much of it, and asks again.
-evidence-runs: export MALLOC_MMAP_THRESHOLD_ = 1073741824
-evidence-runs: export MALLOC_TRIM_THRESHOLD_ = 1073741824
-evidence-runs: .venv/installed
-	$(BIN)/memnorm evidence --jobs 2 --channels-last
-
-# README's table and figure, docs/evidence.md, docs/claims.md and the published report, from the records in results/.
-evidence: .venv/installed
 	$(BIN)/python tools/docs.py
 
 lint: .venv/dependencies

@@ -1,7 +1,7 @@
 """Let trained MBN networks go on, in the lab and with everything written out, on the last batches of their run; write
 how far the two come apart to results/late_and_literal.json.
 
-    memnorm evidence ablation-resnet8 --keep-weights …
+    memnorm train --model resnet8 --norm mbn --scheme double --batch-size 8 --keep-weights
     python benchmarks/late_and_literal.py runs path/to/data
 
 Takes every finished run of MBN below the first folder that kept its weights; says of which it cannot be done, and why.
@@ -19,7 +19,6 @@ import torch
 
 from memnorm.lab import environment
 from memnorm.lab.errors import UsageError
-from memnorm.lab.evidence.findings import model_name
 from memnorm.lab.literal import Literal
 from memnorm.lab.store import Store, StoredRun
 from memnorm.lab.training import Training, drawn, load_data, sources
@@ -66,7 +65,7 @@ def compared(run: StoredRun, data_root: Path | None, steps: int, test_images: in
     ]
     return {
         "run": run.spec.name,
-        "network": model_name(spec),
+        "network": spec.model.replace("resnet", "ResNet-"),
         "strength": spec.strength[-1],
         "channels_last": bool(run.environment.get("channels_last")),
         "apart": torch.stack(apart).max().item(),  # in parts of how far these steps have moved the weights

@@ -1,1 +1,1 @@
-"""Our own evidence on two-way memory: which runs, how they are run, and the tables made of them."""
+"""Our own evidence: which runs, how they are run, and the tables, figures and pages made of them."""

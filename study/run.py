@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from memnorm.lab.console import watching
+from memnorm.lab.disk import append_line
+from memnorm.lab.errors import UsageError
 from memnorm.lab.grid import run_all
 from memnorm.lab.listen import GridListener, Outcome, Together
 from memnorm.lab.spec import Execution, RunSpec
@@ -15,12 +17,23 @@ from memnorm.lab.store import Store
 from study.studies import STUDIES
 
 RESULTS = Path(__file__).parent / "results"
+KEPT = ("final", "best", "diverged_at", "parameters", "seconds", "digest_of_weights")
 
 
-def records(name: str) -> list[dict[str, Any]]:
-    """The finished runs of a study."""
-    path = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def load(name: str = "*") -> dict[str, dict[str, Any]]:
+    """The finished runs by digest, of one file or of all. Studies may share runs."""
+    return {record["digest"]: record for path in sorted(RESULTS.glob(f"{name}.jsonl")) for record in _read(path)}
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        damaged = [one["digest"] for one in records if RunSpec.from_dict(one["spec"]).digest != one["digest"]]
+    except (ValueError, TypeError, KeyError, UsageError) as error:
+        raise SystemExit(f"{path} has a line that is not a record ({error!r}); restore it") from error
+    if damaged:
+        raise SystemExit(f"{path}: the settings of {', '.join(damaged)} were changed; restore them")
+    return records
 
 
 class Recorder(GridListener):
@@ -32,18 +45,24 @@ class Recorder(GridListener):
     def ended(self, outcome: Outcome) -> None:
         if outcome.result is None:
             return
-        result = outcome.result
+        result, folder = outcome.result, self.store.run(outcome.spec)
         record = {
             "digest": outcome.spec.digest,
             "spec": outcome.spec.identity,
             "status": outcome.status,
-            **{name: result.get(name) for name in ("final", "best", "diverged_at", "seconds", "digest_of_weights")},
-            "curve": self.store.run(outcome.spec).metrics(),
+            **{name: result.get(name) for name in KEPT},
+            "curve": folder.metrics(),
             "environment": result["environment"],
+            "earlier_sessions": folder.sessions()[:-1],
         }
         self.path.parent.mkdir(exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        append_line(self.path, json.dumps(record, ensure_ascii=False))
+
+
+def missing(name: str) -> list[RunSpec]:
+    """The runs of a study that can be made now and have no record."""
+    records = load()
+    return [spec for spec in STUDIES[name].specs(records) if spec.digest not in records]
 
 
 def main() -> None:
@@ -53,19 +72,21 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for checkpoints")
     parser.add_argument("--data-root", type=Path, default=None)
     arguments = parser.parse_args()
-    done = {record["digest"] for record in records(arguments.study)}
-    missing: list[RunSpec] = [spec for spec in STUDIES[arguments.study]() if spec.digest not in done]
-    print(f"{arguments.study}: {len(done)} runs are done, {len(missing)} are left", flush=True)
-    store = Store(arguments.runs)
-    with watching(len(missing)) as listener:
-        run_all(
-            missing,
-            store,
-            execution=Execution(threads=1, channels_last=True, workers=0),
-            data_root=arguments.data_root,
-            jobs=arguments.jobs,
-            listener=Together(listener, Recorder(arguments.study, store)),
-        )
+    store, tried = Store(arguments.runs), set[str]()
+    while specs := [spec for spec in missing(arguments.study) if spec.digest not in tried]:  # trials first, then runs
+        print(f"{arguments.study}: {len(specs)} runs are left", flush=True)
+        with watching(len(specs)) as listener:
+            run_all(
+                specs,
+                store,
+                execution=Execution(threads=1, channels_last=True, workers=0),
+                data_root=arguments.data_root,
+                jobs=arguments.jobs,
+                listener=Together(listener, Recorder(arguments.study, store)),
+            )
+        tried |= {spec.digest for spec in specs}
+    left = len(missing(arguments.study))
+    print(f"{arguments.study}: {'complete' if not left else f'{left} runs failed'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.common import images, labels, small_net
-from helpers.reports import fabricate
 from torch import nn
 
 import memnorm
-from memnorm.lab.spec import RunSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")]
@@ -67,34 +65,6 @@ def tool(monkeypatch):
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     return tool
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("spec.yaml", "model: [1"),
-        ("spec.yaml", "model: resnet8"),
-        ("result.json", "{"),
-        ("result.json", "[]"),
-        ("result.json", '{"status": "finished", "final": {"test_error": "low"}}'),
-        ("metrics.jsonl", "\x00\x01"),
-        ("env.json", "{}"),
-    ],
-)
-def test_a_damaged_record_is_an_error_that_names_it(tool, tmp_path, name, text):
-    spec = RunSpec(model="small", data="digits", iterations=100)
-    fabricate(tmp_path, spec)
-    assert [run.spec for run in tool.whole_records(tmp_path)] == [spec]
-    (tmp_path / spec.name / name).write_text(text)
-    with pytest.raises(SystemExit, match=rf"(?s)damaged records in .*restore them.*{re.escape(spec.name)}"):
-        tool.whole_records(tmp_path)
-
-
-def test_a_record_that_is_being_copied_is_not_there_yet(tool, tmp_path):
-    spec = RunSpec(model="small", data="digits", iterations=100)
-    fabricate(tmp_path, spec)
-    (tmp_path / spec.name / "result.json").unlink()
-    assert tool.whole_records(tmp_path) == []
 
 
 def test_generated_parts_are_those_of_the_records(tool):

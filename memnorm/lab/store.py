@@ -182,18 +182,6 @@ class RunFolder:
             raise LabError(f"{path} is not a result of this run: {problem}; delete it to run again")
         return result
 
-    def damage(self) -> str | None:
-        """What is wrong with the files beside the result of a run that is done."""
-        try:
-            run = read_run(self.path)
-        except (LabError, OSError, UnicodeDecodeError) as error:
-            return f"spec.yaml: {error}"
-        if not run.sessions or not all(run.sessions):
-            return "env.json does not say where it was run"
-        if run.result and run.status == "finished" and run.metrics[-1:] != [run.result["final"]]:
-            return "metrics.jsonl does not end with the result"
-        return None
-
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Write the result; from then on the run is done and its checkpoints are superfluous."""
         result = finite(result)

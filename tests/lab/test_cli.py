@@ -11,12 +11,10 @@ import time
 import pytest
 import yaml
 from helpers.lab import result_of
-from helpers.reports import fabricate
 
 from memnorm.kernels import cpu
 from memnorm.lab.cli import COMMANDS
 from memnorm.lab.cli import demo as demo_command
-from memnorm.lab.spec import RunSpec
 
 QUICK = ["--data", "digits", "--model", "small", "--batch-size", "4", "--iterations", "6", "--evaluations", "2"]
 QUICK += ["--test-images", "50", "--threads", "1"]
@@ -53,9 +51,8 @@ SHARED = """accumulate augment base-batch-size classes-per-batch config data dat
     milestones model model-options momentum precision print_config sampler scaling schedule strength test-images
     train-images warmup weight-decay"""
 FLAGS = {
-    "demo": "json out results",
+    "demo": "json out",
     "report": "json out runs",
-    "evidence": f"data-root download runs {COMPUTED} jobs list miniature only records",
     "data": "data-root json",
     "info": "data-root json",
     "bench": "busy json models out scale threads",
@@ -241,21 +238,6 @@ def test_demo_reports_equations_cost_and_comparison(call, tmp_path, monkeypatch)
     page = (tmp_path / "demo/report.html").read_text()
     assert "Live comparison" in page
     assert "<svg" in page
-
-
-def test_the_demo_shows_recorded_runs_on_cifar_as_recorded(call, tmp_path, monkeypatch):
-    spec = RunSpec(norm="mbn", scheme="double", batch_size=8)
-    fabricate(tmp_path / "results", spec, error=12.34)
-    fabricate(tmp_path / "results", spec.but(every=4), error=13.0)
-    fabricate(tmp_path / "results", spec.but(holdout=5000), error=99.0)
-    monkeypatch.setattr(demo_command, "SEEDS", 2)
-    monkeypatch.setattr(demo_command, "IMAGES", 24)
-    monkeypatch.setattr(demo_command, "cores", lambda: 0)
-    out = call("demo")[1]
-    recorded = out[out.index("Recorded on CIFAR-10") :]
-    assert re.search(r"MBN-2 every=1 +resnet20 +8 +0\.1 +78,200 +12\.34 \(n = 1\)", recorded)
-    assert re.search(r"MBN-2 every=4 +resnet20 +8 +0\.1 +78,200 +13\.00 \(n = 1\)", recorded)
-    assert "99.00" not in recorded
 
 
 def test_without_the_lab_s_packages_the_command_says_how_to_get_them():

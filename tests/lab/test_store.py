@@ -127,24 +127,6 @@ def test_a_result_without_its_specification_is_a_problem(store, folder):
     assert store.problems == [f"{SPEC.name}: a result without spec.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "problem"),
-    [
-        ("spec.yaml", "", "spec.yaml"),
-        ("spec.yaml", SPEC.but(seed=4).as_yaml(), "spec.yaml"),
-        ("metrics.jsonl", "", "metrics.jsonl does not end with the result"),
-        ("metrics.jsonl", '{"iteration": 1, "test_error": 49.0}', "metrics.jsonl does not end with the result"),
-        ("env.json", "{}", "env.json"),
-        ("env.json", '{"sessions": [{}]}', "env.json"),
-    ],
-)
-def test_damage_beside_a_result_is_found(folder, name, text, problem):
-    folder.finish(RESULT)
-    assert folder.damage() is None
-    (folder.path / name).write_text(text)
-    assert problem in folder.damage()
-
-
 def test_one_damaged_run_does_not_hide_the_others(store, folder):
     other = store.run(SPEC.but(seed=1))
     other.begin({})

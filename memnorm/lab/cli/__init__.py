@@ -22,7 +22,6 @@ COMMANDS = {
     "train": "one run, from flags or a YAML file",
     "compare": "which norm is best for your model, your data and your batch size?",
     "reproduce": "the tables and figures of the paper",
-    "evidence": "the studies of docs/protocol.md: the queue with its hours here, then the runs",
     "report": "HTML, Markdown and CSV from stored runs",
     "data": "list, get and verify data sets",
     "bench": "what a layer and a training step cost on this machine, beside batch norm",

@@ -23,10 +23,8 @@ from memnorm.lab.environment import cores
 from memnorm.lab.errors import FAILED, OK
 from memnorm.lab.grid import run_all
 from memnorm.lab.listen import Outcome
-from memnorm.lab.report.families import arm_key, arm_labels
 from memnorm.lab.spec import Execution, RunSpec
-from memnorm.lab.statistics import Sample
-from memnorm.lab.store import Store, StoredRun
+from memnorm.lab.store import Store
 from memnorm.text import table
 
 EXAMPLES = """
@@ -43,13 +41,13 @@ PROTOCOL = (
     f"{SEEDS} seeds; the same initial weights, batches and schedule for every arm of a seed; no arm tuned"
 )
 MORE = "memnorm compare --norms bn,mbn --batch-sizes 1,2,4,8 --seeds 10 --jobs 2"
+RECORDED = "Our runs on CIFAR-10 are on the page docs/evidence.md of the repository."
 Part = report.Section
 
 
 def main(words: Sequence[str]) -> int:
     made = parser("demo", "See the layer work: equations, cost on this machine, a live comparison.", EXAMPLES)
     made.add_argument("--out", type=Path, default=Path("demo"), help="folder for the report and the runs")
-    made.add_argument("--results", type=Path, default=Path("results"), help="folder of recorded runs to show as well")
     made.add_argument("--json", action="store_true", help="print the numbers as JSON")
     arguments = parse(made, words)
     console = stderr()
@@ -59,12 +57,11 @@ def main(words: Sequence[str]) -> int:
     costs = measure()
     console.print(f"3/3 live comparison: {PROTOCOL} …", markup=False)
     found = live(Store(arguments.out / "runs"))
-    recorded = recorded_evidence(arguments.results)
-    parts = [equations_part(checks), cost_part(costs), *recorded_part(recorded)]
-    specs = [outcome.spec for outcome in found.outcomes] + [run.spec for run in recorded]
-    roots = [arguments.out / "runs", *([arguments.results] if recorded else [])]
-    written = report.write(roots, arguments.out, title="memnorm demo", sections=[*parts, protocol_part()], only=specs)
-    parts.insert(2, live_part(found))
+    parts = [equations_part(checks), cost_part(costs)]
+    specs = [outcome.spec for outcome in found.outcomes]
+    roots, sections = [arguments.out / "runs"], [*parts, protocol_part()]
+    written = report.write(roots, arguments.out, title="memnorm demo", sections=sections, only=specs)
+    parts.append(live_part(found))
     print(numbers_of(checks, costs, found) if arguments.json else as_text(parts, written[0]))
     return FAILED if any(outcome.status == "failed" for outcome in found.outcomes) else OK
 
@@ -111,7 +108,7 @@ def cost_part(costs: Sequence[Ratio]) -> Part:
 
 def protocol_part() -> Part:
     """For the page, which shows table, figure and verdict of the runs itself."""
-    return Part("Live comparison", [f"Protocol, fixed beforehand: {PROTOCOL}.", f"This shows more: {MORE}"])
+    return Part("Live comparison", [f"Protocol, fixed beforehand: {PROTOCOL}.", f"This shows more: {MORE}", RECORDED])
 
 
 def live_part(found: compare.Answer) -> Part:
@@ -121,31 +118,10 @@ def live_part(found: compare.Answer) -> Part:
             f"Protocol, fixed beforehand: {PROTOCOL}.",
             found.verdict.text,
             f"A small data set and few seeds separate little; this shows more: {MORE}",
+            RECORDED,
         ],
         [report.Grid("", *error_table(found))],
     )
-
-
-def recorded_evidence(results: Path) -> list[StoredRun]:
-    """Without the trials that chose a learning rate, which are not measured on test images."""
-    runs = [run for run in Store(results).runs() if run.status == "finished"]
-    return [run for run in runs if run.spec.data == "cifar10" and not run.spec.holdout]
-
-
-def recorded_part(runs: Sequence[StoredRun]) -> list[Part]:
-    """What the clone holds of earlier runs on CIFAR-10."""
-    groups: dict[str, list[StoredRun]] = {}
-    for run in runs:
-        groups.setdefault(run.spec.but(seed=0).digest, []).append(run)
-    labels = arm_labels([run.spec for run in runs])
-    rows = []
-    for group in groups.values():
-        spec, errors = group[0].spec, Sample([run.result["final"]["test_error"] for run in group if run.result])
-        settings = (spec.model, str(spec.batch_size), f"{spec.learning_rate:g}", f"{spec.iterations:,}")
-        rows.append((labels[arm_key(spec)], *settings, errors.text))
-    header = ("norm", "model", "batch", "rate", "iterations", "test error %")
-    where = "Recorded earlier, not run now; spec, machine and commit of each are in the results folder."
-    return [Part("Recorded on CIFAR-10", [where], [report.Grid("", header, rows)])] if rows else []
 
 
 def numbers_of(checks: Sequence[equations.Check], costs: Sequence[Ratio], found: compare.Answer) -> str:

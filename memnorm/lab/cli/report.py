@@ -13,7 +13,7 @@ from memnorm.lab.errors import OK
 EXAMPLES = """
 examples:
   memnorm report
-  memnorm report --runs runs results --out report
+  memnorm report --runs runs other-runs --out report
 
 It reads what is stored and trains nothing. The same store gives the same files, byte for byte.
 """

@@ -1,9 +1,9 @@
 """The paper's tables and figures: for each cell and curve, its run and the printed number. No torch in here.
 
-    parts ← protocol ← a module per table and figure ← claims, selection
+    parts ← protocol ← a module per table and figure ← selection
 
-`TABLES` and `FIGURES` are what there is, `select` picks from them, `at_scale` turns a paper-scale run into a shorter
-one by the rule in `RULES`, and `CLAIMS` is what the paper says in words.
+`TABLES` and `FIGURES` are what there is, `select` picks from them, and `at_scale` turns a paper-scale run into a
+shorter one by the rule in `RULES`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,18 @@ from memnorm.lab.tables import (
     small_batch,
     strength,
 )
-from memnorm.lab.tables.claim import Claim, Gap
-from memnorm.lab.tables.claims_on_method import ON_METHOD
-from memnorm.lab.tables.claims_on_results import ON_RESULTS
 from memnorm.lab.tables.parts import Cell, Curve, Figure, Table
 from memnorm.lab.tables.protocol import RULES, SCALES, Scale, at_scale
 from memnorm.lab.tables.selection import Catalogue, Item, unique_specs, why_not
 
 __all__ = [
-    "CLAIMS",
     "FIGURES",
     "RULES",
     "SCALES",
     "TABLES",
     "Cell",
-    "Claim",
     "Curve",
     "Figure",
-    "Gap",
     "Item",
     "Scale",
     "Table",
@@ -56,7 +50,6 @@ TABLES: dict[str, Table] = {
 FIGURES: dict[str, Figure] = {
     module.FIGURE.name: module.FIGURE for module in (double_forward, convergence, imagenet_curves)
 }
-CLAIMS: tuple[Claim, ...] = (*ON_RESULTS, *ON_METHOD)
 _CATALOGUE = Catalogue(TABLES, FIGURES)
 
 

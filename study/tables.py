@@ -1,0 +1,348 @@
+"""The tables and single numbers of the pages, from the records: a method of `Values` per marker.
+
+Arms are compared over the seeds that both have. `MBN-2/4` is the arm MBN-2 at batch size 4; `recalibrated MBN-2` and
+`training MBN-2` are the same runs by another error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memnorm.lab.bench.clock import geometric_mean
+from memnorm.lab.spec import RunSpec
+from memnorm.lab.statistics import Difference, Sample, holm, number, p_text, paired
+from memnorm.milestones import in_steps
+from study.studies import SETTINGS, STUDIES, Arm, Records
+
+ERRORS = {"recalibrated ": "test_error_recalibrated", "training ": "train_error", "": "test_error"}
+STUCK = 80.0  # percent, of ten classes: a run that ends there did not train
+LEVEL = 0.05
+# MBN-2 against BN, each setting once: of two studies that share runs, the one with more seeds
+PLACES = (
+    ("small-batch-resnet20", 8),
+    ("small-batch-resnet20-tuned", 8),
+    ("headline-resnet56", 8),
+    ("ablation-resnet8", 8),
+    ("tiny-batch-resnet8", 2),
+    ("tiny-batch-resnet8", 4),
+    ("cheaper-second-forward", 8),
+)
+PARTS = (
+    ("the memory", "MBN-1", "BN"),
+    ("the second forward, with the memory", "MBN-2", "MBN-1"),
+    ("the second forward, without the memory", "BN-2", "BN"),
+    ("the shift between the means (Eq. 6, not Eq. 4)", "MBN-2", "MBN-2 shift=False"),
+    ("a growing λ instead of 0.1", "MBN-2", "MBN-2 λ=0.1"),
+    ("a growing λ instead of 0.5", "MBN-2", "MBN-2 λ=0.5"),
+    ("a growing λ instead of 0.9", "MBN-2", "MBN-2 λ=0.9"),
+    ("recalibrated statistics, BN", "recalibrated BN", "BN"),
+    ("recalibrated statistics, MBN-2", "recalibrated MBN-2", "MBN-2"),
+)
+
+
+class Values:
+    """What the markers of a page stand for."""
+
+    def __init__(self, records: Records, measured: Mapping[str, Any]) -> None:
+        self._records, self._measured = records, measured
+
+    # tables
+
+    def arms(self, name: str) -> str:
+        """Every arm of a study, compared with its baseline."""
+        study, several = STUDIES[name], len(STUDIES[name].sizes) > 1
+        paper = any(arm.printed for arm in study.arms)
+        head = ["arm", *(["batch"] if several else []), "learning rate", "test error in %", f"minus {study.baseline}"]
+        head += ["p after Holm", "recalibrated", "change", "failed", *(["paper"] if paper else [])]
+        corrected = self._corrected(name)
+        rows = []
+        for arm in study.arms:
+            key, runs = f"{arm.label}/{arm.spec.batch_size}", self.runs(arm)
+            gap = (
+                None if arm.label == study.baseline else self._gap(name, key, f"{study.baseline}/{arm.spec.batch_size}")
+            )
+            rate = arm.spec.but(learning_rate=arm.rate(self._records)).base_learning_rate
+            failed = sum(run["final"] is None or run["final"]["test_error"] >= STUCK for run in runs)
+            again = self.error(name, f"recalibrated {key}")
+            old = sum(run.get("recalibrated_with") == "memory" for run in runs)
+            mark = "" if not old else " †" if old == len(runs) else f" † in {old} of {len(runs)}"
+            rows.append(
+                [
+                    *[arm.label, *([str(arm.spec.batch_size)] if several else []), f"{rate:g}"],
+                    *[self.error(name, key), _text(gap), p_text(corrected[key]) if key in corrected else "–"],
+                    *[f"{again}{mark}", _text(self._gap(name, f"recalibrated {key}", key))],
+                    *[f"{failed} of {len(runs)}", *([f"{arm.printed:.2f}"] if paper else [])],
+                ]
+            )
+        return markdown(head, rows)
+
+    def summary(self) -> str:
+        """MBN-2 against BN in every setting."""
+        head = ["CIFAR-10", "MBN-2 minus BN", "lower in", "p after Holm", "detectable", "both recalibrated"]
+        rows = []
+        for name, size in PLACES:
+            gap, p = self._against_bn(name, size)
+            least = gap.detectable(len(self._corrected(name)))
+            again = self._gap(name, f"recalibrated MBN-2/{size}", f"recalibrated BN/{size}")
+            found = "–" if least is None else "none" if least >= 100 else f"{least:.1f}"
+            seeds = f"{gap.lower} of {gap.n}"
+            rows.append([self._place(name, size), _text(gap), seeds, p_text(p) if p else "–", found, _text(again)])
+        return markdown(head, rows)
+
+    def along(self) -> str:
+        """MBN-2 minus BN at the last evaluation before each milestone, and at the end."""
+        head = ["CIFAR-10", "iteration", "λ", "training error", "test error", "test error − training error"]
+        rows = []
+        for name, size in PLACES:
+            ours, base = self._arm(name, f"MBN-2/{size}"), self._arm(name, f"BN/{size}")
+            for end in (*ours.spec.milestones, 1.0):
+                step = in_steps(end, ours.spec.iterations)
+                gaps = [self._gap_at(ours, base, step, *which) for which in (("train",), ("test",), ("test", "train"))]
+                strength = next(iter(self._lines(ours, step).values()))["strength"]
+                rows.append([self._place(name, size), f"{step:,}", f"{strength:g}", *map(_text, gaps)])
+        return markdown(head, rows)
+
+    def parts(self) -> str:
+        """What single changes do in the study of ablations: the arm with the part minus the arm without it."""
+        rows = [
+            [what, f"{first} − {second}", self.gap("ablation-resnet8", first, second)] for what, first, second in PARTS
+        ]
+        return markdown(["what is added", "difference", "in points"], rows)
+
+    def rates(self, name: str) -> str:
+        """Held-out errors that chose the learning rates; the chosen one is bold."""
+        rows = []
+        for arm in (one for one in STUDIES[name].arms if one.rates):
+            errors = [self._records[trial.digest]["final"]["test_error"] for trial in arm.trials()]
+            bold = [rate == arm.rate(self._records) for rate in arm.rates]
+            cells = [f"**{one:.2f}**" if chosen else f"{one:.2f}" for one, chosen in zip(errors, bold, strict=True)]
+            rows.append([arm.label, *cells])
+        return markdown(["held-out error in %", *(f"{rate:g}" for rate in STUDIES[name].arms[-2].rates)], rows)
+
+    def origin(self) -> str:
+        """Where the runs of each study were made."""
+        rows = []
+        for name in dict.fromkeys(place[0] for place in PLACES):
+            runs = [self._records[spec.digest] for spec in STUDIES[name].specs(self._records)]
+            sessions = [one for run in runs for one in (*run["earlier_sessions"], run["environment"])]
+            days = sorted({one["started"][:10] for one in sessions})
+            layouts = {bool(one.get("channels_last")) for one in sessions}
+            layout = "some" if len(layouts) > 1 else "yes" if True in layouts else "no"
+            values = ["; ".join(sorted({one[key] for one in sessions})) for key in ("commit", "machine", "torch")]
+            rows.append([f"`{name}`", str(len(runs)), *values, layout, " to ".join(dict.fromkeys((days[0], days[-1])))])
+        return markdown(["study", "runs", "commits", "machine", "torch", "channels last", "dates"], rows)
+
+    def checks(self, *digests: str) -> str:
+        """Single runs, which support no comparison."""
+        rows = []
+        for record in (self._records[digest] for digest in digests):
+            spec, where = RunSpec.from_dict(record["spec"]), record["environment"]
+            cells = [spec.data, spec.model, spec.arm, spec.batch_size, f"{spec.iterations:,}"]
+            rows.append([*map(str, cells), f"{record['final']['test_error']:.2f}", where["commit"]])
+        return markdown(["data", "model", "norm", "batch", "iterations", "test error in %", "commit"], rows)
+
+    def settings(self, error: str = "") -> str:
+        """The study of defaults: mean errors on held-out images by arm and setting."""
+        arms = STUDIES["defaults"].arms
+        by_size = {size: name for name, size in SETTINGS.items()}
+        cells: dict[str, dict[str, str]] = {}
+        for arm in arms:
+            values = list(self._errors(arm, ERRORS[f"{error} " if error else ""]).values())
+            name = by_size[arm.spec.batch_size, arm.spec.accumulate]
+            text = f"{Sample(values).mean:.2f} (n = {len(values)})" if values else "–"
+            cells.setdefault(arm.label, {})[name] = text
+        return markdown(["arm", *SETTINGS], [[label, *found.values()] for label, found in cells.items()])
+
+    def readme(self) -> str:
+        """ResNet-20 at batch size 8, at the paper's learning rate and at one chosen for each norm."""
+        first, tuned = PLACES[0][0], PLACES[1][0]
+        head = ["CIFAR-10, ResNet-20, batch size 8", "learning rate 0.1: test error in %", "minus BN"]
+        head += ["learning rate chosen for each norm", "minus BN"]
+        rows = []
+        for arm in STUDIES[first].arms:
+            cells = [arm.label]
+            for name in (first, tuned):
+                cells += [self.error(name, arm.label), "–" if arm.label == "BN" else self.gap(name, arm.label, "BN")]
+            rows.append(cells)
+        return markdown(head, rows)
+
+    # single numbers
+
+    def error(self, name: str, arm: str) -> str:
+        """34.97 ± 1.30 (n = 5)."""
+        values = list(self.errors_of(name, arm).values())
+        return Sample(values).text if values else "–"
+
+    def gap(self, name: str, first: str, second: str) -> str:
+        """−1.55 (−3.35 to 0.26, p = 0.076, n = 5)."""
+        return _with_n(self._gap(name, first, second))
+
+    def points(self, name: str, first: str, second: str) -> str:
+        gap = self._gap(name, first, second)
+        return "–" if gap is None else number(gap.mean)
+
+    def spread(self, name: str, first: str, second: str) -> str:
+        """The standard deviation of a paired difference over seeds."""
+        one, other = self.errors_of(name, first), self.errors_of(name, second)
+        return number(Sample([one[seed] - other[seed] for seed in one.keys() & other.keys()]).sd or 0.0)
+
+    def off(self, name: str, arm: str) -> str:
+        """Our error minus the one that the paper prints."""
+        return number(Sample(list(self.errors_of(name, arm).values())).mean - (self._arm(name, arm).printed or 0.0))
+
+    def holm(self, name: str, arm: str) -> str:
+        """The p-value of an arm against its baseline, corrected for all comparisons of the study."""
+        return p_text(self._corrected(name)[arm if "/" in arm else f"{arm}/{STUDIES[name].sizes[0]}"])
+
+    def found(self, kind: str) -> str:
+        """How many comparisons of MBN-2 with BN are significantly `less`, `more`, `open` or have `one` seed."""
+        kinds = []
+        for name, size in PLACES:
+            gap, p = self._against_bn(name, size)
+            kinds.append("one" if p is None else "open" if p >= LEVEL else "less" if gap.mean < 0 else "more")
+        return str(kinds.count(kind) if kind != "all" else len(kinds))
+
+    def drop(self, name: str, first: str, second: str) -> str:
+        """How much the test error changes behind the last milestone: first arm minus second."""
+        changes = []
+        for arm in (self._arm(name, first), self._arm(name, second)):
+            at = in_steps(arm.spec.milestones[-1], arm.spec.iterations)
+            after = {run["spec"].get("seed", 0): _first_after(run, at) for run in self.runs(arm)}
+            changes.append({seed: after[seed] - line["test_error"] for seed, line in self._lines(arm, at).items()})
+        return _with_n(paired(*changes))
+
+    def growth(self, name: str, first: str, second: str, small: str, large: str) -> str:
+        """How much the error grows from a large to a small batch size: first arm minus second."""
+        grown = []
+        for label in (first, second):
+            errors, least = self.errors_of(name, f"{label}/{small}"), self.errors_of(name, f"{label}/{large}")
+            grown.append({seed: errors[seed] - least[seed] for seed in errors})
+        return _with_n(paired(*grown))
+
+    def step(self, batch: str, arm: str) -> str:
+        """A training step of ResNet-20 in steps of BN."""
+        return f"{self._bench(batch, arm)['ratio']:.2f}"
+
+    def backward(self, batch: str) -> str:
+        """Time of the backward pass of BN in forward passes."""
+        parts = self._bench(batch, "BN")["milliseconds of"]
+        return f"{parts['backward'] / parts['forward']:.2f}"
+
+    def evaluation(self) -> str:
+        return f"{geometric_mean([row['eval']['ratio'] for row in self._measured['bench']['layer']['shapes']]):.2f}"
+
+    def late(self, what: str) -> str:
+        """The continuation of trained networks, in the lab and with the equations written out."""
+        record = self._measured["late_and_literal"]
+        if what == "apart":
+            return f"{max(run['apart'] for run in record['runs']):.0e}"
+        if what == "unequal":
+            return str(sum(run["lab"]["test_error"] != run["literal"]["test_error"] for run in record["runs"]))
+        return f"{len(record['runs'])}" if what == "networks" else f"{record[what]:,}"
+
+    def recalibration(self, what: str) -> str:
+        """Error of networks recalibrated with the old memory minus that without."""
+        gaps = [run["with_memory"] - run["without"] for run in self._measured["recalibration"]["runs"]]
+        if what == "networks":
+            return str(len(gaps))
+        return number({"mean": Sample(gaps).mean, "least": min(gaps), "most": max(gaps)}[what])
+
+    def where(self, record: str, key: str) -> str:
+        return str(self._measured[record]["where"][key])
+
+    # from records to errors
+
+    def _arm(self, name: str, key: str) -> Arm:
+        label, _, size = key.partition("/")
+        arms = [arm for arm in STUDIES[name].arms if arm.label == label and size in ("", str(arm.spec.batch_size))]
+        if len(arms) != 1:
+            raise SystemExit(f"{name} has {len(arms)} arms {key}; a marker needs one: LABEL or LABEL/BATCH")
+        return arms[0]
+
+    def runs(self, arm: Arm) -> list[Mapping[str, Any]]:
+        return [self._records[spec.digest] for spec in arm.runs(self._records) if spec.digest in self._records]
+
+    def _errors(self, arm: Arm, metric: str) -> dict[int, float]:
+        """By seed. A number that was measured with a fault is left out."""
+        found = {}
+        for run in self.runs(arm):
+            faulty = metric == ERRORS["recalibrated "] and run.get("recalibrated_with") == "outdated statistics"
+            if run["status"] == "finished" and not faulty and run["final"].get(metric) is not None:
+                found[run["spec"].get("seed", 0)] = run["final"][metric]
+        return found
+
+    def errors_of(self, name: str, key: str) -> dict[int, float]:
+        prefix = next(one for one in ERRORS if key.startswith(one))
+        return self._errors(self._arm(name, key.removeprefix(prefix)), ERRORS[prefix])
+
+    def curves(self, arm: Arm) -> list[dict[int, float]]:
+        """Test error by iteration, one per seed."""
+        return [{line["iteration"]: line["test_error"] for line in run["curve"]} for run in self.runs(arm)]
+
+    def _gap(self, name: str, first: str, second: str) -> Difference | None:
+        return paired(self.errors_of(name, first), self.errors_of(name, second))
+
+    def _lines(self, arm: Arm, step: int) -> dict[int, Mapping[str, Any]]:
+        """The last evaluation of each run up to a step, by seed."""
+        lines = {}
+        for run in self.runs(arm):
+            before = [line for line in run["curve"] if line["iteration"] <= step]
+            if before and run["status"] == "finished":
+                lines[run["spec"].get("seed", 0)] = before[-1]
+        return lines
+
+    def _gap_at(self, first: Arm, second: Arm, step: int, what: str, less: str = "") -> Difference | None:
+        """The gap in one error at a step, or in how far it is above another."""
+        errors = []
+        for arm in (first, second):
+            lines = self._lines(arm, step)
+            errors.append({s: x[f"{what}_error"] - (x[f"{less}_error"] if less else 0) for s, x in lines.items()})
+        return paired(*errors)
+
+    def _corrected(self, name: str) -> dict[str, float]:
+        """p-values against the baseline after Holm's correction. Arms with one seed are not tested."""
+        study, found = STUDIES[name], {}
+        for arm in (one for one in study.arms if one.label != study.baseline and one.seeds > 1):
+            key = f"{arm.label}/{arm.spec.batch_size}"
+            gap = self._gap(name, key, f"{study.baseline}/{arm.spec.batch_size}")
+            found[key] = 1.0 if gap is None or gap.p is None else gap.p  # planned and not run yet: counted
+        return dict(zip(found, holm(list(found.values())), strict=True))
+
+    def _against_bn(self, name: str, size: int) -> tuple[Difference, float | None]:
+        gap, corrected = self._gap(name, f"MBN-2/{size}", f"BN/{size}"), self._corrected(name)
+        assert gap is not None
+        return gap, corrected.get(f"{'BN' if STUDIES[name].baseline == 'MBN-2' else 'MBN-2'}/{size}")
+
+    def _place(self, name: str, size: int) -> str:
+        arm = self._arm(name, f"MBN-2/{size}")
+        model, chosen = arm.spec.model.replace("resnet", "ResNet-"), ", chosen learning rate" if arm.rates else ""
+        return f"{model}, batch size {size}, {arm.spec.iterations:,} iterations{chosen}"
+
+    def _bench(self, batch: str, arm: str) -> Mapping[str, Any]:
+        networks = self._measured["bench"]["step"]["networks"]
+        arms = next(one["arms"] for one in networks if (one["model"], one["batch_size"]) == ("resnet20", int(batch)))
+        return next(one for one in arms if one["name"] == arm)
+
+
+def _first_after(run: Mapping[str, Any], step: int) -> float:
+    return next(line["test_error"] for line in run["curve"] if line["iteration"] > step)
+
+
+def _text(gap: Difference | None) -> str:
+    """−1.55 (−3.35 to 0.26, p = 0.076)."""
+    if gap is None:
+        return "–"
+    interval = gap.interval()
+    if interval is None or gap.p is None:
+        return f"{number(gap.mean)} (n = {gap.n})"
+    return f"{number(gap.mean)} ({number(interval[0])} to {number(interval[1])}, {p_text(gap.p)})"
+
+
+def _with_n(gap: Difference | None) -> str:
+    """−1.55 (−3.35 to 0.26, p = 0.076, n = 5)."""
+    return _text(gap) if gap is None or gap.n == 1 else f"{_text(gap)[:-1]}, n = {gap.n})"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
