@@ -62,10 +62,11 @@ class Study:
     baseline: str = "BN"
 
     def specs(self, records: Records) -> list[RunSpec]:
-        """Trials first, then every arm seed by seed, so that an unfinished study has pairs to compare."""
+        """Trials, and once these are done every arm seed by seed: an unfinished study has pairs to compare."""
         found = [trial for arm in self.arms for trial in arm.trials()]
         runs = [arm.runs(records) for arm in self.arms]
-        found += [some[seed] for seed in range(max(map(len, runs))) for some in runs if seed < len(some)]
+        if all(runs):
+            found += [some[seed] for seed in range(max(map(len, runs))) for some in runs if seed < len(some)]
         return list({spec.digest: spec for spec in found}.values())
 
     @property
