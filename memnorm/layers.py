@@ -208,14 +208,13 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             or not self.track_running_stats
         ):
             return None
-        buffers, parameters, evenly = self._buffers, self._parameters, self.momentum is None
+        buffers, parameters = self._buffers, self._parameters
         # A weight that is computed from others is no parameter.
         weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
         bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         relu, handle = activation == "relu", self._handle
-        prior_always = self.prior_from_init and not evenly
         tensors = (x, weight, bias, residual, relu, self.eps)
-        rules = (self.ranks, bool(self.recording), self._decay_per_batch, self.prior_weight, prior_always, evenly)
+        rules = (self.ranks, bool(self.recording), *self._rules())
         found = None if handle is None else cpu.train(*tensors, handle, buffers, *rules)
         if found is None:
             mean = buffers["running_mean"]
@@ -332,6 +331,11 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         trained: Tensor = (self.running_mean != 0).any() | (self.running_var != 1).any()
         return torch.ones_like(trained) if self.prior_from_init and self.momentum is not None else trained
 
+    def _rules(self) -> tuple[float, float, bool, bool]:
+        """How a batch enters the memory, as the kernels take it."""
+        evenly = self.momentum is None
+        return self._decay_per_batch, self.prior_weight, self.prior_from_init and not evenly, evenly
+
     def _record(self, batch: Moments) -> None:
         """Remember a batch, at the next exchange if the memory is exchanged between processes."""
         if self._outgoing is not None and self.momentum is not None:
@@ -348,6 +352,10 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         """Make `batch` the newest remembered one and pool the memory again. Every buffer changes in place; a batch that
         is not finite changes none.
         """
+        if cpu.unobserved() and not isinstance(batch.weight, Tensor):
+            handle = cpu.check(self._buffers)
+            if handle is not None and cpu.module().record(handle, *batch, *self._rules()):
+                return
         batch = Moments(batch.mean.to(self.running_mean.dtype), batch.var.to(self.running_mean.dtype), batch.weight)
         weight = self._weight_now(batch.weight)
         slots = self._slots_after(batch, weight)

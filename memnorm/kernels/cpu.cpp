@@ -195,6 +195,29 @@ PyObject *py_train(PyObject *, PyObject *const *args, Py_ssize_t given) {
     return PyTuple_Pack(2, call.y.object, call.saved.object);
 }
 
+// Make the batch (mean, var, count) the newest remembered one, as `train` does. True if it was done.
+PyObject *py_record(PyObject *, PyObject *const *args, Py_ssize_t given) {
+    if (!introduced() || !arity(given, 8)) return nullptr;
+    const State *state = State::of(args[0]);
+    if (!state) return nullptr;
+    PyObject *dtype = torch.dtypes[state->wide];
+    int64_t bytes = state->c * (state->wide ? 8 : 4);
+    bool usable = unobserved() && state->holds(args[0], MEAN, BACKWARD_MEAN) && is_vector(args[1], dtype, bytes) && is_vector(args[2], dtype, bytes);
+    void *mean = usable ? address(args[1]) : nullptr, *var = mean ? address(args[2]) : nullptr;
+    if (!var) return PyErr_Clear(), PyBool_FromLong(0);
+    double count = PyFloat_AsDouble(args[3]), decay = PyFloat_AsDouble(args[4]), prior_weight = PyFloat_AsDouble(args[5]);
+    if (PyErr_Occurred()) return nullptr;
+    bool run = by_kind(state->wide ? FLOAT64 : FLOAT32, [&](auto, auto s) {
+        using S = decltype(s);
+        auto memory = state->memory<S>();
+        memory.decay = decay, memory.prior_weight = prior_weight;
+        memory.prior_always = args[6] == Py_True, memory.evenly = args[7] == Py_True;
+        record(memory, static_cast<const S *>(mean), static_cast<const S *>(var), count);
+    });
+    if (!run || !mark_written(args[0], MEAN, state->slots ? BACKWARD_MEAN : SLOT_MEANS)) return nullptr;
+    return PyBool_FromLong(1);
+}
+
 // A tensor for a gradient that is wanted; None for another.
 PyObject *gradient_of(PyObject *tensor, PyObject *wanted, Py_ssize_t argument) {
     if (PyTuple_GetItem(wanted, argument) != Py_True || tensor == Py_None) return none();
@@ -358,6 +381,8 @@ PyMethodDef methods[] = {
         "prior_always, evenly): (y, saved), or None"},
     {"forward", method(py_forward), METH_FASTCALL,
         "forward(x, weight, bias, residual, relu, eps, threads, mean, var, memory_weight): (y, saved), or None"},
+    {"record", method(py_record), METH_FASTCALL,
+        "record(handle, mean, var, count, decay, prior_weight, prior_always, evenly): True if it was done"},
     {"backward", method(py_backward), METH_FASTCALL,
         "backward(saved, g, y, x, weight, wanted, threads, handle, reading, recording): gradients, or None"},
     {"fade", method(py_fade), METH_FASTCALL, "fade([(handle, buffers, factor), …]): True if it was done"},
