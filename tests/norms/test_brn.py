@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from helpers.common import SHAPES, assert_same_output_and_gradients, images, leaf, randomize
-from helpers.conversion import train_step
-from helpers.running_norms import ENTRIES, built, drifting, follow, moments, net_with, per_channel
+from helpers.common import SHAPES, assert_same_output_and_gradients, leaf, randomize
+from helpers.running_norms import ENTRIES, built, drifting, follow, moments, per_channel
 from torch import nn
 
 import memnorm
@@ -155,21 +154,6 @@ def test_statistics_that_have_settled_stay_to_the_last_bit():
     for _ in range(100):
         layer(x)
     torch.testing.assert_close(layer.running_var, before, rtol=2e-7, atol=0)
-
-
-def test_double_forward_records_the_moments_of_the_weights_after_the_step():
-    """BRN-2."""
-    net = net_with("brn", total_steps=10)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    memnorm.double_forward(net, optimizer)
-    for step in range(3):
-        twin = copy.deepcopy(net)
-        train_step(net, optimizer, seed=step)
-        for ours, theirs in zip(twin.parameters(), net.parameters(), strict=True):
-            ours.data.copy_(theirs)
-        twin(images(6, seed=step))
-        for name, value in net.state_dict().items():
-            torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
 BAD = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.cbn import EPS, FEEDERS, column, fed, read_memory, step
 from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, images, leaf, randn, randomize, small_net
-from helpers.window import changed, converted, losses, state
+from helpers.window import changed, converted, state
 from torch import nn
 from torch.nn import functional as F
 
@@ -242,9 +242,3 @@ def test_resetting_forgets_everything():
     assert int(net[1].memory_filled) == 0
     assert net[1].running_var.eq(1).all()
     assert net[1].memory_slope_var.eq(0).all()
-
-
-@pytest.mark.parametrize("size", [2, 16])
-def test_the_loss_falls(size):
-    first, last = losses(converted(small_net(), ENTRY, window=4), size)
-    assert last < first

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from helpers.batch_free import SHAPES, assert_trains_like, convert, per_channel, random_batch_norm
-from helpers.common import leaf, randn, small_net
+from helpers.common import leaf, randn
 from torch import nn
 
-from memnorm.errors import InputError, OptionError
+from memnorm.errors import InputError
 from memnorm.norms import evonorm_s0
 from memnorm.norms.evonorm_s0 import EvoNormS0
 
@@ -75,11 +75,6 @@ def test_groups_of_a_single_value_are_an_error_that_says_what_to_do():
     with pytest.raises(InputError, match=r"each of its 4 groups.*num_groups=2"):
         new(torch.zeros(2, 4))
     assert EvoNormS0(4)(torch.ones(2, 4, 1, 1)).shape == (2, 4, 1, 1)
-
-
-def test_a_number_of_groups_below_one_is_an_error():
-    with pytest.raises(OptionError, match="num_groups"):
-        convert(small_net(), evonorm_s0.ENTRY, num_groups=-1)
 
 
 def test_every_group_has_its_own_deviation():

@@ -84,13 +84,6 @@ def test_a_ghost_batch_as_large_as_the_batch_is_batch_norm(shape, size):
     assert_same_state(ours, torchs, atol=1e-14)
 
 
-def test_bessels_factor_counts_values_not_images():
-    layer = built("ghost", ghost_size=2, momentum=1.0)
-    x = leaf((2, 3, 4, 3), seed=0)
-    layer(x)
-    torch.testing.assert_close(layer.running_var, x.detach().transpose(0, 1).flatten(1).var(1), rtol=1e-12, atol=0)
-
-
 def test_images_of_other_ghost_batches_have_no_part_in_an_output():
     layer = built("ghost", ghost_size=2)
     x = leaf((6, 3, 4), seed=0)

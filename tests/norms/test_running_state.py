@@ -51,15 +51,6 @@ def test_a_copy_goes_on_as_the_original(name, way):
 
 
 @each_norm
-def test_eval_and_no_statistics_write_nothing(name):
-    layer = warmed(name).eval()
-    before = copy.deepcopy(layer.state_dict())
-    layer(drifting((8, 3, 5, 4), 9))
-    for key, value in layer.state_dict().items():
-        assert_bitwise(value, before[key])
-
-
-@each_norm
 def test_with_recording_off_a_forward_computes_the_same_and_writes_nothing(name):
     layer = warmed(name)
     before, twin = copy.deepcopy(layer.state_dict()), copy.deepcopy(layer)
@@ -71,17 +62,6 @@ def test_with_recording_off_a_forward_computes_the_same_and_writes_nothing(name)
     for mine, recorded in zip(muted, gradients(twin, x, twin.parameters()), strict=True):
         assert_bitwise(mine, recorded)
     assert int(twin.num_batches_tracked) > int(layer.num_batches_tracked)
-
-
-@each_norm
-def test_buffers_are_written_in_place(name):
-    layer = built(name, **OPTIONS[name])
-    buffers = dict(layer.named_buffers())
-    for step in range(3):
-        layer(drifting((8, 3, 5, 4), step))
-    for key, buffer in layer.named_buffers():
-        assert buffer is buffers[key]
-        assert buffer._version > 0
 
 
 @each_norm
@@ -125,9 +105,3 @@ def test_the_statistics_of_equal_data_are_equal_in_any_order_of_the_images(name)
     turned = x.flip(0)
     torch.testing.assert_close(layers[0](x).flip(0), layers[1](turned), rtol=1e-10, atol=1e-10)
     assert_same_state(*layers, atol=1e-12)
-
-
-@each_norm
-def test_statistics_begin_with_mean_zero_and_variance_one(name):
-    for key, buffer in built(name).named_buffers():
-        assert float(buffer.double().max()) == float(buffer.double().min()) == float(key.endswith("var"))
