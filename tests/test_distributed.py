@@ -120,7 +120,7 @@ def test_an_exchange_makes_one_entry_per_step():
 
 
 @pytest.mark.parametrize("first", ["exchange", "double_forward"])
-def test_the_exchange_waits_for_the_second_forward_in_whatever_order_they_are_attached(first):
+def test_the_exchange_waits_for_the_second_forward_in_any_order_of_attaching(first):
     net = nn.Sequential(nn.Linear(3, 3), Layer(3), nn.Linear(3, 1))
     optimizer = sgd(net)
     attach = [lambda: exchange_memory(net, optimizer), lambda: memnorm.double_forward(net, optimizer)]
@@ -181,7 +181,7 @@ def test_removed_layers_are_reported_at_the_next_step():
         train_step(net, optimizer, batch(0))
 
 
-def test_torchs_tools_that_accumulate_statistics_write_at_once():
+def test_torchs_tools_that_accumulate_statistics_write_immediately():
     net, _, _ = exchanged()
     torch.optim.swa_utils.update_bn([randn(4, 3, seed=0, dtype=torch.float32)], net)
     assert int(net[0].num_batches_tracked) == 1

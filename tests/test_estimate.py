@@ -219,7 +219,7 @@ def test_the_result_counts_layers_batches_and_passes():
     assert (result.layers, result.batches, result.passes, result.unreached) == (3, 3, 1, ())
 
 
-def test_the_result_tells_the_largest_change_in_standard_deviations():
+def test_the_result_has_the_largest_change_in_standard_deviations():
     layer = nn.BatchNorm1d(2, eps=1e-15, dtype=torch.float64)
     x = torch.tensor([[1.0, 0.0], [5.0, 0.5]], dtype=torch.float64)  # means 3 and 0.25, deviations 2 and 0.25
     result = recalibrate(layer, [x])
@@ -262,7 +262,7 @@ def test_batches_come_in_every_common_form(batches, forward):
     assert_same_state(model.net, expected)
 
 
-def test_a_norm_called_by_keyword_is_seen():
+def test_a_norm_called_by_keyword_is_included():
     class ByKeyword(Partial):
         def forward(self, x):
             return self.used(input=x)

@@ -248,7 +248,7 @@ def test_adapt_that_fails_leaves_everything_as_before():
     assert_condition(net, before)
 
 
-def test_one_value_per_channel_is_refused_again_after_reverting_to_an_untrained_layer():
+def test_one_value_per_channel_is_an_error_again_after_reverting_to_an_untrained_layer():
     layer = memnorm.MemorizedBatchNorm1d(4, dtype=torch.float64)
     with adapt(layer, [DATA]):
         layer(DATA[:1])

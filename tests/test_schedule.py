@@ -234,7 +234,7 @@ def test_arguments_out_of_range_are_errors(total_steps, options, words):
         StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), total_steps, **options)
 
 
-def test_refused_arguments_leave_the_layers_as_they_were():
+def test_wrong_arguments_do_not_change_the_layers():
     layer = memnorm.MemorizedBatchNorm1d(2, strength=0.3)
     with pytest.raises(OptionError):
         StrengthSchedule(layer, 10, milestones=(0.6, 0.4))

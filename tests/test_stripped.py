@@ -110,7 +110,7 @@ def test_a_lone_layer_carries_no_hook():
     assert not memnorm.convert(nn.BatchNorm2d(3))._state_dict_pre_hooks
 
 
-def test_a_sync_batch_norm_with_a_forward_of_its_own_was_left_alone_and_is_no_news():
+def test_a_skipped_sync_batch_norm_gives_no_warning():
     model = small_net()
     model[1] = nn.SyncBatchNorm(6)
     model[1].forward = lambda x: x
@@ -119,7 +119,7 @@ def test_a_sync_batch_norm_with_a_forward_of_its_own_was_left_alone_and_is_no_ne
     saves_silently(model)
 
 
-def test_training_after_converting_last_goes_on():
+def test_training_works_if_convert_comes_last():
     model = memnorm.convert(to_sync(memnorm.convert(small_net())))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memnorm.double_forward(model, optimizer)

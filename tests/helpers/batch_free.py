@@ -1,4 +1,4 @@
-"""For the tests of norms without batch statistics: conversion by entry, and training a layer beside a reference."""
+"""For the tests of norms without batch statistics: conversion by entry, and training compared with a reference."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FEEDERS = {
 
 
 def fed(feeder="2-d strided, no bias", **options):
-    """A layer and the norm behind it, in float64, and the shape of its data."""
+    """A layer followed by the norm, in float64, and the shape of its data."""
     build, shape = FEEDERS[feeder]
     torch.manual_seed(3)
     net = nn.Sequential(build(), CrossIterationBatchNorm(4, **options)).double()

@@ -35,7 +35,7 @@ def test_batch_norms_parameters_stay_the_same_objects(norm):
 
 
 @named(ALL)
-def test_mode_and_dtype_are_the_batch_norms(norm):
+def test_mode_and_dtype_are_those_of_the_batch_norm(norm):
     new = replaced(norm, random_batch_norm((2, 6, 3, 3)).eval())
     assert not new.training
     assert {value.dtype for value in new.parameters()} == {torch.float64}
@@ -219,7 +219,7 @@ def test_options_show_in_the_representation(norm):
         (12, 1, 1),
     ],
 )
-def test_groups_divide_the_channels_and_have_two_of_them_unless_told(channels, wish, groups):
+def test_groups_divide_the_channels_and_have_at_least_two_by_default(channels, wish, groups):
     assert choose_groups(channels, wish) == groups
 
 

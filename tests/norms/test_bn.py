@@ -33,13 +33,13 @@ class Literal:
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
-def test_a_trajectory_is_the_papers(momentum):
+def test_a_trajectory_equals_the_papers_equations(momentum):
     follow(built("bn", momentum=momentum), Literal(momentum))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [*VARIANTS.values(), {"momentum": 0.0}], ids=[*VARIANTS, "momentum=0"])
-def test_a_trajectory_is_torchs_to_the_last_bit(options, dtype):
+def test_a_trajectory_equals_torchs_bit_for_bit(options, dtype):
     torchs = nn.BatchNorm2d(3, dtype=dtype, **options)
     randomize(torchs, seed=100)
     ours = ENTRIES["bn"]["replace"](copy.deepcopy(torchs))
@@ -52,7 +52,7 @@ def test_a_trajectory_is_torchs_to_the_last_bit(options, dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_any_rank_is_torchs_to_the_last_bit(shape):
+def test_any_rank_equals_torchs_bit_for_bit(shape):
     torchs = LAYERS[len(shape)][1](3, dtype=torch.float64)
     ours = ENTRIES["bn"]["replace"](copy.deepcopy(torchs))
     assert_bitwise(ours(drifting(shape, 1)), torchs(drifting(shape, 1)))

@@ -49,14 +49,14 @@ def published(step, r_max=3.0, d_max=5.0):
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.2, None])
-def test_a_trajectory_is_the_papers_while_the_limits_are_relaxed(alpha):
+def test_a_trajectory_equals_the_papers_equations_while_the_limits_are_relaxed(alpha):
     def scaled(step):
         return published(step * 130_000 / 60)
 
     follow(built("brn", momentum=alpha, total_steps=60), Literal(alpha, scaled), steps=30)
 
 
-def test_a_trajectory_is_the_papers_with_limits_that_bind():
+def test_a_trajectory_equals_the_papers_equations_with_limits_that_bind():
     layer = built("brn", momentum=0.3, total_steps=1, r_max=1.1, d_max=0.2)
     reference = Literal(0.3, lambda step: published(130_000 * step, 1.1, 0.2))
     follow(layer, reference, steps=20)
@@ -65,7 +65,7 @@ def test_a_trajectory_is_the_papers_with_limits_that_bind():
     assert (y.mean([0, 2, 3]) - 0.2).abs().max() < 1e-12  # d at its limit in every channel
 
 
-def test_a_trajectory_is_the_papers_with_a_large_epsilon():
+def test_a_trajectory_equals_the_papers_equations_with_a_large_epsilon():
     """Every sigma has epsilon under its root, the moving one too."""
     layer = built("brn", momentum=0.3, total_steps=10, plain={"eps": 0.5})
     follow(layer, Literal(0.3, lambda step: published(13_000 * step), eps=0.5), steps=20)
@@ -126,7 +126,7 @@ def test_the_counter_of_the_relaxation_is_that_of_recorded_batches():
     assert float(copy.deepcopy(layer).limits()[1]) == pytest.approx(2.5)
 
 
-def test_a_loaded_checkpoint_goes_on_with_its_relaxation():
+def test_a_loaded_checkpoint_resumes_its_relaxation():
     layer = built("brn", total_steps=130)
     layer.num_batches_tracked.fill_(15)
     fresh = built("brn", total_steps=130)
@@ -167,7 +167,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
-def test_bad_options_are_refused(options, message):
+def test_wrong_options_are_errors(options, message):
     with pytest.raises(OptionError, match=message):
         built("brn", **options)
 

@@ -20,7 +20,7 @@ UNBIASED = ("bn", "cbn", "ghost", "moving_bn")
 
 
 def layer_of(name, *, eps=1e-5, **options):
-    """One layer behind a convolution that passes its input on, in float64; with momentum 0.5 where there is one."""
+    """One layer after an identity convolution, in float64; with momentum 0.5 if it has a momentum."""
     net = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3, eps=eps)).double()
     with torch.no_grad():
         net[0].weight.copy_(torch.eye(3).view(3, 3, 1, 1))
@@ -135,7 +135,7 @@ def test_no_batch_size_is_fixed(name):
 
 @each_norm
 def test_state_dict_holds_all_that_training_changed(name):
-    """A fresh conversion that loads it evaluates the same, and goes on training the same."""
+    """Another network that loads it trains and evaluates the same."""
     net = memnorm.convert(chain(), name)
     for seed in range(5):
         step(net, 4, seed=seed)

@@ -53,14 +53,14 @@ def test_without_nonlinearity_it_is_an_affine_map():
 
 
 @pytest.mark.parametrize("kind", [nn.ReLU, nn.SiLU])
-def test_the_activation_behind_goes(kind):
+def test_the_following_activation_is_removed(kind):
     net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), kind(), nn.Flatten()), evonorm_s0.ENTRY)
     assert [type(one).__name__ for one in net] == ["Conv2d", "EvoNormS0", "Identity", "Flatten"]
     assert net[1].gate is not None
 
 
 @pytest.mark.parametrize("behind", [nn.PReLU(), nn.Conv2d(4, 2, 1), nn.Flatten()], ids=lambda one: type(one).__name__)
-def test_without_its_activation_behind_there_is_no_gate(behind):
+def test_without_a_following_activation_there_is_no_gate(behind):
     net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), behind), evonorm_s0.ENTRY)
     assert net[1].gate is None
     assert net[2] is behind

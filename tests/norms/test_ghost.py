@@ -48,7 +48,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("momentum", [0.1, 0.6, None])
 @pytest.mark.parametrize(("images", "size", "sizes"), SPLITS.values(), ids=SPLITS)
-def test_a_trajectory_is_the_equations(images, size, sizes, momentum):
+def test_a_trajectory_equals_the_equations(images, size, sizes, momentum):
     layer = built("ghost", ghost_size=size, momentum=momentum)
     follow(layer, Literal(sizes, momentum), steps=20, shapes=[(images, 3, 4, 3)])
 
@@ -109,7 +109,7 @@ def test_one_value_per_ghost_batch_is_an_error_that_names_the_size():
 
 
 @pytest.mark.parametrize("size", [0, -3, 2.5, "8", True])
-def test_bad_sizes_are_refused(size):
+def test_wrong_sizes_are_errors(size):
     with pytest.raises(OptionError, match="ghost_size must be a positive number of images"):
         built("ghost", ghost_size=size)
 

@@ -84,7 +84,7 @@ def test_a_model_gets_as_many_groups_as_each_width_allows():
     assert [one.num_groups for one in net.modules() if isinstance(one, nn.GroupNorm)] == [1, 1]
 
 
-def test_the_activation_behind_stays():
+def test_the_following_activation_stays():
     for norm in (group, layer, instance):
         net = convert(small_net(), norm.ENTRY)
         assert [type(one) for one in net].count(nn.ReLU) == 2

@@ -85,7 +85,7 @@ class Reference:
     ids=str,
 )
 @pytest.mark.parametrize("rest", [(), (5,), (3, 2), (2, 1, 2)], ids=str)
-def test_a_trajectory_is_the_papers(rest, options):
+def test_a_trajectory_equals_the_papers_equations(rest, options):
     layer, reference = layer_of(**options), Reference(3, **options)
     for step in range(20):
         shape = (1 + (5 * step) % 4, 3, *rest)
@@ -163,7 +163,7 @@ def test_a_new_layer_has_mean_zero_variance_one_and_no_error():
     assert layer.control_scale.eq(0).all()
 
 
-def test_eval_is_batch_norms_with_the_compensation_and_writes_nothing():
+def test_eval_is_batch_norm_with_the_compensation_and_writes_nothing():
     layer = layer_of(momentum=0.1)
     for seed in range(4):
         layer(leaf((4, 3, 2), seed=seed)).sum().backward()
@@ -228,7 +228,7 @@ def test_the_moments_by_which_a_recomputed_batch_is_recognised_are_the_batchs():
     )
 
 
-def test_copies_and_checkpoints_go_on_alike():
+def test_copies_and_loaded_checkpoints_train_alike():
     layer = layer_of(momentum=0.1)
     for seed in range(4):
         layer(leaf((4, 3), seed=seed)).pow(3).sum().backward()
@@ -332,12 +332,12 @@ def test_wrong_options_are_errors(options, message):
         OnlineNorm(3, **options)
 
 
-def test_an_empty_batch_is_refused():
+def test_an_empty_batch_is_an_error():
     with pytest.raises(InputError, match="empty"):
         layer_of()(torch.empty(0, 3, dtype=torch.float64))
 
 
-def test_conversion_takes_over_parameters_statistics_and_mode_and_loads_plain_checkpoints():
+def test_conversion_keeps_parameters_statistics_and_mode_and_plain_checkpoints_load():
     plain = small_net()
     plain(images(4, seed=0))
     net = converted(deepcopy(plain.eval()), ENTRY, compensation=None)

@@ -85,7 +85,7 @@ def test_the_layer_that_was_replaced_stays_a_plain_batch_norm(name):
 
 @each_norm
 @pytest.mark.parametrize("other", ["mbn", *NAMES])
-def test_from_one_norm_to_another_is_the_way_over_batch_norm(name, other):
+def test_conversion_between_norms_equals_conversion_through_batch_norm(name, other):
     plain = with_statistics(nn.BatchNorm2d(3))
     over = memnorm.convert(copy.deepcopy(plain), name)
     there = memnorm.convert(over, other)
@@ -97,7 +97,7 @@ def test_from_one_norm_to_another_is_the_way_over_batch_norm(name, other):
 
 
 @each_norm
-def test_from_memorized_layers_the_memory_is_left_behind(name):
+def test_conversion_from_memorized_layers_drops_the_memory(name):
     model = with_statistics(memnorm.convert(nn.BatchNorm2d(3)))
     x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
     before = evaluated(model, x)
@@ -107,7 +107,7 @@ def test_from_memorized_layers_the_memory_is_left_behind(name):
 
 
 @each_norm
-def test_an_activation_behind_the_norm_stays_where_it_is(name):
+def test_the_activation_of_a_norm_is_kept(name):
     plain = with_statistics(BatchNormAct2d(3, act=nn.Tanh()))
     model = memnorm.convert(copy.deepcopy(plain), name, **OPTIONS[name])
     x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
@@ -120,7 +120,7 @@ def test_an_activation_behind_the_norm_stays_where_it_is(name):
 
 
 @each_norm
-def test_a_sync_batch_norm_comes_back(name):
+def test_a_sync_batch_norm_is_restored(name):
     plain = nn.SyncBatchNorm(3)
     back = memnorm.to_batchnorm(replace(copy.deepcopy(plain), name))
     assert type(back) is nn.SyncBatchNorm

@@ -14,7 +14,7 @@ from memnorm.errors import DTypeError, InputError, OptionError
 
 
 @each_norm
-def test_a_summary_tells_what_was_recorded(name):
+def test_a_summary_counts_recorded_batches(name):
     layer = built(name, momentum=0.25)
     assert note(layer).startswith("0 batches recorded, momentum 0.25")
     layer(drifting((8, 3, 5, 4), 0))
@@ -29,7 +29,7 @@ def note(layer):
     return row.note
 
 
-def test_a_summary_tells_the_options():
+def test_a_summary_has_the_options():
     layer = built("brn", r_max=2.0)
     assert note(layer) == "0 batches recorded, momentum 0.01, r_max 2.0, d_max 5.0, total_steps None"
 
@@ -49,7 +49,7 @@ BAD_INPUTS = {
 
 @each_norm
 @pytest.mark.parametrize(("shape", "error", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS)
-def test_bad_inputs_are_refused_with_what_was_expected(name, shape, error, message):
+def test_wrong_inputs_are_errors_that_say_what_was_expected(name, shape, error, message):
     layer = built(name, rank=2)
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(error, match=message):
@@ -59,20 +59,20 @@ def test_bad_inputs_are_refused_with_what_was_expected(name, shape, error, messa
 
 
 @each_norm
-def test_whole_numbers_are_refused(name):
+def test_integers_are_an_error(name):
     with pytest.raises(DTypeError, match=r"expected floating-point input, got torch\.int64"):
         built(name)(torch.ones(8, 3, 5, 4, dtype=torch.long))
 
 
 @each_norm
-def test_unknown_options_are_refused_by_name(name):
+def test_unknown_options_are_named_in_the_error(name):
     with pytest.raises(OptionError, match=r"unknown option nonsense; (its options are|it has no options)"):
         built(name, nonsense=1)
 
 
 @each_norm
 @pytest.mark.parametrize("momentum", [-0.1, 1.5, "0.1", True])
-def test_a_momentum_that_is_none_is_refused(name, momentum):
+def test_a_wrong_momentum_is_an_error(name, momentum):
     with pytest.raises(OptionError, match="momentum must be a number from 0 to 1"):
         built(name, momentum=momentum)
 

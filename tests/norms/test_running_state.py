@@ -23,7 +23,7 @@ def test_a_checkpoint_of_batch_norm_loads_strictly_and_evaluates_the_same(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "momentum_bn"])
-def test_the_state_is_batch_norms(name):
+def test_the_state_has_the_keys_of_batch_norm(name):
     assert list(built(name).state_dict()) == list(nn.BatchNorm2d(3).state_dict())
 
 
@@ -42,7 +42,7 @@ def through_state_dict(layer):
 
 @each_norm
 @pytest.mark.parametrize("way", [copy.deepcopy, through_pickle, through_state_dict])
-def test_a_copy_goes_on_as_the_original(name, way):
+def test_a_copy_trains_like_the_original(name, way):
     layer = warmed(name)
     other = way(layer)
     for step in range(6, 9):
@@ -91,7 +91,7 @@ def test_without_running_statistics_it_is_batch_norm_on_the_batch(name, late):
 
 
 @each_norm
-def test_a_layer_on_meta_comes_to_life(name):
+def test_a_layer_on_meta_can_be_initialized(name):
     layer = type(built(name))(3, device="meta").to_empty(device="cpu")
     layer.reset_parameters()
     fresh = type(built(name))(3)
