@@ -32,7 +32,7 @@ def residual_net(dtype: torch.dtype = double, **options: Any) -> nn.Module:
 
 
 def resnet(dtype: torch.dtype = double, **options: Any) -> nn.Module:
-    """The lab's ResNet-8, narrow and converted: seven norms, six of which apply ReLU and three of which add a shortcut."""
+    """The lab's ResNet-8, narrow and converted: seven norms, six with ReLU and three with a shortcut."""
     net = build("resnet8", classes=5, image_shape=(3, 8, 8), width=4)
     return memnorm.convert(_drawn(net), **{"memory_size": 3, **options}).to(dtype)
 
