@@ -1,4 +1,4 @@
-"""What the tests of cross-iteration batch norm share: layers that feed a norm, and steps that move their weights."""
+"""What the tests of cross-iteration batch norm share: layers before a norm, and steps that change their weights."""
 
 import torch
 from helpers.common import randn, randomize

@@ -1,4 +1,4 @@
-"""Libraries that not every environment has."""
+"""Optional libraries."""
 
 from __future__ import annotations
 

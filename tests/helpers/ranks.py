@@ -1,4 +1,4 @@
-"""Programs for several processes, started by torchrun as a user would, and the trainings that they are compared on."""
+"""Programs for several ranks, started by torchrun, and the trainings that they compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with the callback is the plain loop."""
+"""Lightning's Trainer with the callback equals the plain loop."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with the callback is the plain loop."""
+"""Hugging Face's Trainer with the callback equals the plain loop."""
 
 import copy
 import pickle

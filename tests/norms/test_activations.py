@@ -1,4 +1,4 @@
-"""Which activations a norm with a nonlinearity takes over, and which stay."""
+"""Which activations a norm with a nonlinearity replaces, and which stay."""
 
 import pytest
 import torch

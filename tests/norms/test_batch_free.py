@@ -1,4 +1,4 @@
-"""What holds for every norm without batch statistics, in the place of a batch norm."""
+"""All norms without batch statistics as replacements of batch norm."""
 
 import copy
 import pickle

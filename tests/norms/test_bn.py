@@ -1,4 +1,4 @@
-"""Torch's batch norm with a recording switch: torch's own numbers to the last bit, and nothing written while off."""
+"""Torch's batch norm with `recording`: equal to torch bit for bit, and nothing written while it is off."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""EvoNorm-S0 against its equation, and where its nonlinearity goes."""
+"""EvoNorm-S0 against its equation, and which layers have the nonlinearity."""
 
 import pytest
 import torch

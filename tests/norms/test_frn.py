@@ -1,4 +1,4 @@
-"""Filter Response Normalization against its equations, and where its threshold goes."""
+"""Filter Response Normalization against its equations, and which layers have the threshold."""
 
 import pytest
 import torch

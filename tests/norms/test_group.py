@@ -1,4 +1,4 @@
-"""Group, layer and instance norm: torch's own, in the place of a batch norm."""
+"""Torch's group, layer and instance norm as replacements of batch norm."""
 
 import pytest
 import torch

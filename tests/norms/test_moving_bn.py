@@ -1,4 +1,4 @@
-"""Moving averages alone: eval mode's output and gradient, with statistics that follow."""
+"""Moving averages only: output and gradient of eval mode, with statistics that follow."""
 
 import copy
 

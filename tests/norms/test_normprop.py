@@ -1,4 +1,4 @@
-"""Normalization Propagation: its equations, its constants, moments on Gaussian data, and what it refuses."""
+"""Normalization Propagation: its equations and constants, moments on Gaussian data, and unsupported models."""
 
 import math
 import statistics

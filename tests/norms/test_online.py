@@ -1,4 +1,4 @@
-"""Online normalization: its two processes over whole trajectories, sample after sample, and what it writes when."""
+"""Online normalization: its forward and backward equations over whole trajectories, and when it writes its state."""
 
 import pickle
 from copy import deepcopy

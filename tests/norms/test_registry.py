@@ -1,4 +1,4 @@
-"""What the registry says of each norm is what the norm does."""
+"""The registry entry of each norm is true."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Conversion to the norms that are batch norm in eval mode, from one to another, and the way back."""
+"""Conversion to the norms that are batch norm in eval mode, between them, and back."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""What the norms that are batch norm in eval mode say: summaries, metadata, and errors."""
+"""Summaries and errors of the norms that are batch norm in eval mode."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What the norms keep that are batch norm in eval mode: when it is written, and how it travels."""
+"""The state of the norms that are batch norm in eval mode: recording, copies, checkpoints."""
 
 import copy
 import pickle

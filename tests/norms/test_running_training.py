@@ -1,4 +1,4 @@
-"""The norms that are batch norm in eval mode, in the surroundings of a training loop."""
+"""The norms that are batch norm in eval mode, in a training loop."""
 
 import copy
 

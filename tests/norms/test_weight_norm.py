@@ -1,4 +1,4 @@
-"""Weight normalization against its equations, its first batch, and which weights it takes."""
+"""Weight normalization against its equations, its first batch, and which weights it changes."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Every norm in every network of the zoo: it lowers the loss on a fixed batch, evaluates, comes back from a file."""
+"""Every norm in every network of the lab: it lowers the loss on a fixed batch, evaluates, and loads from a file."""
 
 import statistics
 from typing import NamedTuple
