@@ -139,7 +139,7 @@ NESTED = [nested_segments, pytest.param(nested_segments_of_one_layer_on_one_inpu
 
 
 class Trace(NamedTuple):
-    """What a run of a few optimizer steps can be compared by."""
+    """Outputs, gradients and states of a few optimizer steps."""
 
     outputs: list[Tensor]
     gradients: list[dict[str, Tensor]]

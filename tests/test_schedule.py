@@ -78,7 +78,7 @@ def test_whole_milestones_are_numbers_of_steps():
 @pytest.mark.parametrize(
     ("fraction", "total_steps", "step"), [(0.55, 100, 55), (0.07, 100, 7), (0.29, 100, 29), (0.1 + 0.2, 10, 3)]
 )
-def test_a_fraction_that_is_not_exact_in_floating_point_falls_on_the_step_it_means(fraction, total_steps, step):
+def test_a_fraction_with_a_rounding_error_gives_the_intended_step(fraction, total_steps, step):
     schedule = StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), total_steps, milestones=(fraction,), values=(0.2, 0.7))
     assert schedule.milestones == [step]
 
