@@ -183,7 +183,7 @@ def test_handles_still_remove_their_hooks(kind):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_batch_norm_that_is_the_model_comes_back_as_a_new_layer(shape):
+def test_converting_a_batch_norm_returns_a_new_layer(shape):
     memorized_class, plain_class = LAYERS[len(shape)]
     layer = plain_class(3)
     new = memnorm.convert(layer)
@@ -191,7 +191,7 @@ def test_a_batch_norm_that_is_the_model_comes_back_as_a_new_layer(shape):
     assert type(layer) is plain_class
 
 
-def test_any_other_model_comes_back_itself():
+def test_converting_any_other_model_returns_the_model():
     net = small_net()
     assert memnorm.convert(net) is net
 
@@ -268,7 +268,7 @@ def test_wrong_options_are_errors(options, words, build):
         memnorm.convert(small_net(build), **options)
 
 
-def test_a_refused_option_leaves_the_model_as_it_was():
+def test_a_wrong_option_does_not_change_the_model():
     net = small_net()
     before = list(net)
     with pytest.raises(OptionError):
@@ -277,7 +277,7 @@ def test_a_refused_option_leaves_the_model_as_it_was():
     assert "strength" not in net[1].state_dict()
 
 
-def test_a_refused_option_leaves_the_hooks_as_they_were():
+def test_a_wrong_option_does_not_change_the_hooks():
     model, called = nn.Sequential(nn.BatchNorm2d(3)), []
     register("load_state_dict pre", model[0], called)
     with pytest.raises(OptionError):
@@ -314,7 +314,7 @@ def test_a_factory_builds_the_replacement_of_each_layer_with_the_options():
     assert [(net[i].num_channels, net[i].num_groups) for i in (1, 4)] == [(6, 2), (4, 2)]
 
 
-def test_what_a_factory_builds_takes_over_statistics():
+def test_a_layer_from_a_factory_gets_the_statistics():
     net = trained(small_net())
     expected = evaluated(net, images(5, seed=9))
     memnorm.convert(net, lambda channels: nn.BatchNorm2d(channels, momentum=0.01))
@@ -322,7 +322,7 @@ def test_what_a_factory_builds_takes_over_statistics():
     assert_bitwise(evaluated(net, images(5, seed=9)), expected)
 
 
-def test_what_a_factory_builds_takes_over_mode_and_dtype():
+def test_a_layer_from_a_factory_gets_mode_and_dtype():
     net = small_net(dtype=torch.float64)
     net[1].eval()
     memnorm.convert(net, nn.SyncBatchNorm)
@@ -433,7 +433,7 @@ def test_a_sync_batch_norm_becomes_a_layer_for_data_of_any_rank(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_sync_batch_norm_comes_back_as_the_batch_norm_for_the_data_it_saw(shape):
+def test_a_sync_batch_norm_becomes_the_batch_norm_for_its_inputs(shape):
     model = with_statistics(memnorm.convert(nn.Sequential(nn.SyncBatchNorm(3))), shape)
     x = leaf(shape, seed=9, dtype=torch.float32)
     expected = evaluated(model, x)
@@ -443,7 +443,7 @@ def test_a_sync_batch_norm_comes_back_as_the_batch_norm_for_the_data_it_saw(shap
     assert_bitwise(evaluated(plain, x), expected)
 
 
-def test_a_sync_batch_norm_that_saw_no_data_comes_back_as_itself():
+def test_a_sync_batch_norm_without_inputs_becomes_a_sync_batch_norm_again():
     layer = memnorm.to_batchnorm(memnorm.convert(nn.SyncBatchNorm(3)))
     assert type(layer) is nn.SyncBatchNorm
     assert layer.process_group is None
@@ -574,7 +574,7 @@ def test_a_norm_with_activation_keeps_its_dropout_in_training():
     assert new(leaf((4, 3, 2, 2), seed=0, dtype=torch.float32)).abs().max() == 0
 
 
-def test_a_norm_with_activation_comes_back_as_its_own_class():
+def test_a_norm_with_activation_gets_its_own_class_again():
     model = nn.Sequential(BatchNormAct2d(3, act=nn.SiLU()))
     keys = list(model.state_dict())
     with_statistics(memnorm.convert(model))
@@ -585,7 +585,7 @@ def test_a_norm_with_activation_comes_back_as_its_own_class():
     assert_bitwise(evaluated(model, leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)), expected)
 
 
-def test_a_memorized_norm_with_activation_takes_options_and_still_comes_back_as_its_own_class():
+def test_a_memorized_norm_with_activation_takes_options_and_gets_its_own_class_again():
     layer = memnorm.convert(memnorm.convert(BatchNormAct2d(3)), memory_size=3)
     assert layer.memory_size == 3
     assert layer(leaf((4, 3, 2, 2), seed=0, dtype=torch.float32)).min() >= 0

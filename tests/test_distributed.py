@@ -1,4 +1,4 @@
-"""What a single process can see of `memnorm.distributed`; tests/distributed/ has the others."""
+"""`memnorm.distributed` in a single process; tests/distributed/ uses several."""
 
 import copy
 import pickle
@@ -47,7 +47,7 @@ def test_alone_a_synchronised_layer_is_the_ordinary_one(sync, initialised, reque
 
 
 @pytest.mark.parametrize("sync", [1, "memory", None, [0, 1]])
-def test_sync_is_a_switch_or_a_group(sync):
+def test_sync_is_a_bool_or_a_group(sync):
     with pytest.raises(OptionError, match="sync must be False, True for all processes, or a process group"):
         memnorm.convert(small_net(), sync=sync)
 
@@ -61,19 +61,19 @@ def test_sync_is_an_option_that_can_be_renewed_and_taken_away():
     assert "sync" not in vars(memnorm.to_batchnorm(memnorm.convert(net, sync=True))[1])
 
 
-def test_copies_keep_their_group_and_pickles_mean_all_processes(group):
+def test_copies_keep_their_group_and_pickles_use_all_processes(group):
     net = memnorm.convert(small_net(), sync=group)
     assert copy.deepcopy(net)[1].sync.group is group
     assert pickle.loads(pickle.dumps(net))[1].sync is True
 
 
-def test_ddp_is_told_to_leave_the_memories_of_a_converted_model_alone(group):
+def test_ddp_does_not_broadcast_the_memories_of_a_converted_model(group):
     net = memnorm.convert(nn.Sequential(small_net(), nn.BatchNorm1d(5), nn.InstanceNorm1d(5, track_running_stats=True)))
     wrapped = DistributedDataParallel(net)
     assert {name.rpartition(".")[0] for name in wrapped.named_module_buffers} == {"2"}  # the foreign one
 
 
-def test_ddp_leaves_the_memory_of_a_compiled_model_alone(group):
+def test_ddp_does_not_broadcast_the_memory_of_a_compiled_model(group):
     wrapped = DistributedDataParallel(torch.compile(memnorm.convert(small_net()), backend="eager"))
     assert wrapped.named_module_buffers == {}
 
@@ -87,7 +87,7 @@ def test_a_part_that_was_converted_alone_can_be_kept_local_in_the_whole():
 
 
 @pytest.mark.parametrize("back", [memnorm.to_batchnorm, lambda net: memnorm.convert(net, "brn")])
-def test_plain_batch_norms_are_ddps_again(back):
+def test_ddp_broadcasts_plain_batch_norms_again(back):
     net = small_net()
     setattr(net, IGNORED, ["8.weight"])  # the user's own
     memnorm.convert(net)
@@ -120,7 +120,7 @@ def test_an_exchange_makes_one_entry_per_step():
 
 
 @pytest.mark.parametrize("first", ["exchange", "double_forward"])
-def test_the_exchange_waits_for_the_second_forward_in_whatever_order_they_are_attached(first):
+def test_the_exchange_waits_for_the_second_forward_in_any_order_of_attaching(first):
     net = nn.Sequential(nn.Linear(3, 3), Layer(3), nn.Linear(3, 1))
     optimizer = sgd(net)
     attach = [lambda: exchange_memory(net, optimizer), lambda: memnorm.double_forward(net, optimizer)]
@@ -174,14 +174,14 @@ def test_going_back_to_batch_norm_ends_the_exchange():
     assert type(net[0]) is nn.BatchNorm1d
 
 
-def test_layers_that_went_away_are_reported_at_the_next_step():
+def test_removed_layers_are_reported_at_the_next_step():
     net, optimizer, _ = exchanged()
     net[0] = nn.BatchNorm1d(3)
     with pytest.raises(NothingToRecord, match="no memorized layers any more"):
         train_step(net, optimizer, batch(0))
 
 
-def test_torchs_tools_that_accumulate_statistics_write_at_once():
+def test_torchs_tools_that_accumulate_statistics_write_immediately():
     net, _, _ = exchanged()
     torch.optim.swa_utils.update_bn([randn(4, 3, seed=0, dtype=torch.float32)], net)
     assert int(net[0].num_batches_tracked) == 1
@@ -195,7 +195,7 @@ def test_torchs_tools_that_accumulate_statistics_write_at_once():
         (memnorm.convert(nn.Sequential(nn.BatchNorm1d(3, momentum=None))), OptionError, "momentum=None"),
     ],
 )
-def test_what_cannot_be_exchanged_is_refused(net, error, message):
+def test_what_cannot_be_exchanged_is_an_error(net, error, message):
     with pytest.raises(error, match=message):
         exchange_memory(net, sgd(net))
 

@@ -61,7 +61,7 @@ def test_a_with_statement_removes_it_also_after_an_exception(error):
 
 
 @pytest.mark.parametrize("part", [slice(None), slice(2)], ids=["same model", "part of it"])
-def test_a_second_one_on_the_same_layers_is_refused(part):
+def test_a_second_double_forward_on_the_same_layers_is_an_error(part):
     model = transparent_net()
     memnorm.double_forward(model, (optimizer := sgd(model)))
     with pytest.raises(memnorm.MemnormError, match=r"remove\(\).*or pass all optimizers") as caught:
@@ -579,7 +579,7 @@ def test_a_model_in_eval_mode_trains_on_and_records_nothing():
 # Forwards without grad
 
 
-def test_a_forward_in_training_mode_without_grad_records_at_once_and_is_not_replayed():
+def test_a_forward_in_training_mode_without_grad_records_immediately_and_is_not_replayed():
     model, optimizer = attached()
     with torch.no_grad():
         model(batch(1))
@@ -706,7 +706,7 @@ def test_checkpointing_the_whole_model_changes_nothing(use_reentrant):
     ],
     ids=lambda value: f"{next(iter(value))}={next(iter(value.values()))!r}"[:24] if isinstance(value, dict) else "",
 )
-def test_wrong_arguments_are_refused_and_leave_no_hook(arguments, error, words):
+def test_wrong_arguments_are_errors_and_leave_no_hook(arguments, error, words):
     model = transparent_net()
     optimizer = sgd(model)
     given = {"model": model, "optimizer": optimizer, **arguments}

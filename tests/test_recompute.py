@@ -139,7 +139,7 @@ NESTED = [nested_segments, pytest.param(nested_segments_of_one_layer_on_one_inpu
 
 
 class Trace(NamedTuple):
-    """What a run of a few optimizer steps can be compared by."""
+    """Outputs, gradients and states of a few optimizer steps."""
 
     outputs: list[Tensor]
     gradients: list[dict[str, Tensor]]
@@ -191,7 +191,7 @@ def test_checkpointing_changes_no_output_no_gradient_and_no_buffer(scenario, run
     [hooks_of_another_tool_within_a_segment, hooks_of_another_tool_around_segments],
     ids=lambda scenario: scenario.__name__,
 )
-def test_checkpointing_changes_nothing_beside_hooks_of_another_tool(scenario, run):
+def test_checkpointing_changes_nothing_with_saved_tensor_hooks_of_another_tool(scenario, run):
     checkpointed = trajectory(lambda net, x: [scenario(net, run, x)])
     assert_same_trace(checkpointed, trajectory(lambda net, x: [scenario(net, directly, x)]))
 
@@ -298,7 +298,7 @@ def test_a_layer_may_run_in_sixty_checkpointed_segments_before_backward(run):
     )
 
 
-def test_a_layer_that_ran_too_often_in_reentrant_segments_says_what_to_do():
+def test_a_layer_that_ran_too_often_in_reentrant_segments_is_an_error_that_says_what_to_do():
     with pytest.raises(memnorm.MemnormError, match="use_reentrant=False"):
         gradients_of_many_segments(70, reentrant)
 

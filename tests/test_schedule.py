@@ -61,7 +61,7 @@ def test_a_step_sets_the_strength_in_place():
     assert before.item() == 0.9
 
 
-def test_get_last_strength_is_what_the_layers_hold():
+def test_get_last_strength_is_the_strength_of_the_layers():
     model = memnorm.convert(small_net())
     schedule = StrengthSchedule(model, 10)
     for _ in range(11):
@@ -78,7 +78,7 @@ def test_whole_milestones_are_numbers_of_steps():
 @pytest.mark.parametrize(
     ("fraction", "total_steps", "step"), [(0.55, 100, 55), (0.07, 100, 7), (0.29, 100, 29), (0.1 + 0.2, 10, 3)]
 )
-def test_a_fraction_that_is_not_exact_in_floating_point_falls_on_the_step_it_means(fraction, total_steps, step):
+def test_a_fraction_with_a_rounding_error_gives_the_intended_step(fraction, total_steps, step):
     schedule = StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), total_steps, milestones=(fraction,), values=(0.2, 0.7))
     assert schedule.milestones == [step]
 
@@ -94,16 +94,6 @@ def test_a_milestone_at_zero_counts_from_the_start():
     layer = memnorm.MemorizedBatchNorm1d(2)
     StrengthSchedule(layer, 10, milestones=(0,), values=(0.2, 0.7))
     assert layer.strength.item() == 0.7
-
-
-def test_values_may_go_up_and_down():
-    layer = memnorm.MemorizedBatchNorm1d(2)
-    schedule = StrengthSchedule(layer, 4, milestones=(0.25, 0.5, 0.75), values=(1, 0, 0.3, 0.2))
-    seen = [layer.strength.item()]
-    for _ in range(4):
-        schedule.step()
-        seen.append(layer.strength.item())
-    assert seen == [1.0, 0.0, 0.3, 0.2, 0.2]
 
 
 def test_without_milestones_the_strength_is_constant():
@@ -129,7 +119,7 @@ def test_a_value_set_by_hand_stays_until_the_next_change():
 
 
 @pytest.mark.parametrize("saved_at", [0, 3, 4, 5, 6, 12])
-def test_a_schedule_resumed_from_json_goes_on_as_if_uninterrupted(saved_at):
+def test_a_schedule_resumed_from_json_equals_an_uninterrupted_one(saved_at):
     saved = json.dumps(after(StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 10), saved_at).state_dict())
     layer = memnorm.MemorizedBatchNorm1d(2)
     schedule = StrengthSchedule(layer, 10)
@@ -156,7 +146,7 @@ def test_the_state_does_not_hold_the_model():
 
 
 @pytest.mark.parametrize("wrong", [{}, {"last_epoch": 3, "_step_count": 4}], ids=["empty", "of an LR scheduler"])
-def test_a_state_of_something_else_is_refused(wrong):
+def test_a_state_of_another_object_is_an_error(wrong):
     schedule = StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 10)
     with pytest.raises(OptionError, match=r"not a state of this schedule; missing or unknown: .*last_"):
         schedule.load_state_dict(wrong)
@@ -190,7 +180,7 @@ def test_the_training_forward_uses_the_changed_strength():
     assert (outputs[0] - outputs[2]).abs().max() > 1e-3
 
 
-def test_it_steps_beside_a_learning_rate_scheduler():
+def test_it_works_together_with_a_learning_rate_scheduler():
     model = memnorm.convert(small_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rate = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
@@ -206,7 +196,7 @@ def test_it_steps_beside_a_learning_rate_scheduler():
     assert seen == [(0.1, 0.1, 0.1), (0.1, 0.1, 0.1), (0.05, 0.5, 0.5), (0.05, 0.9, 0.9), (0.025, 0.9, 0.9)]
 
 
-def test_a_layer_without_statistics_is_passed_over():
+def test_a_layer_without_statistics_is_skipped():
     model = nn.Sequential(memnorm.MemorizedBatchNorm1d(2, track_running_stats=False), memnorm.MemorizedBatchNorm1d(2))
     StrengthSchedule(model, 10)
     assert model[0].strength is None
@@ -244,18 +234,7 @@ def test_arguments_out_of_range_are_errors(total_steps, options, words):
         StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), total_steps, **options)
 
 
-@pytest.mark.parametrize("values", [(0.1, 1.5, 0.9), (0.1, 0.5, -1.0), (0.1, 0.5, float("nan"))], ids=str)
-def test_a_later_value_out_of_range_is_refused_at_once(values):
-    with pytest.raises(OptionError, match=r"\[0, 1\]"):
-        StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 10, values=values)
-
-
-def test_a_value_that_is_not_a_number_is_an_error():
-    with pytest.raises(OptionError, match="high"):
-        StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 10, values=(0.1, 0.5, "high"))
-
-
-def test_refused_arguments_leave_the_layers_as_they_were():
+def test_wrong_arguments_do_not_change_the_layers():
     layer = memnorm.MemorizedBatchNorm1d(2, strength=0.3)
     with pytest.raises(OptionError):
         StrengthSchedule(layer, 10, milestones=(0.6, 0.4))

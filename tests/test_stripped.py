@@ -41,7 +41,7 @@ def test_the_schedule_reports_it_at_its_next_step():
     assert schedule.last_step == 1
 
 
-def test_a_schedule_made_afterwards_says_what_happened():
+def test_a_schedule_created_afterwards_is_an_error_that_names_the_cause():
     with pytest.raises(NothingToRecord, match=r"no memorized layer\. .*convert_sync_batchnorm"):
         memnorm.StrengthSchedule(to_sync(memnorm.convert(small_net())), 10)
 
@@ -87,7 +87,7 @@ def test_many_layers_are_named_in_part():
         to_sync(model).state_dict()
 
 
-def test_what_was_not_stripped_is_saved_without_a_word():
+def test_a_model_with_memorized_layers_is_saved_without_a_warning():
     model = memnorm.convert(small_net())
     saves_silently(model)
     saves_silently(AveragedModel(model))
@@ -95,7 +95,7 @@ def test_what_was_not_stripped_is_saved_without_a_word():
 
 
 @pytest.mark.parametrize("back", [memnorm.to_batchnorm, lambda model: memnorm.convert(model, nn.SyncBatchNorm)])
-def test_sync_batch_norm_of_the_users_own_will_is_saved_without_a_word(back):
+def test_an_intended_sync_batch_norm_is_saved_without_a_warning(back):
     model = back(memnorm.convert(small_net()))
     assert not model._state_dict_pre_hooks
     saves_silently(to_sync(model))
@@ -106,11 +106,11 @@ def test_converting_twice_watches_once():
     assert len(model._state_dict_pre_hooks) == 1
 
 
-def test_a_lone_layer_carries_no_hook():
+def test_a_single_layer_has_no_hook():
     assert not memnorm.convert(nn.BatchNorm2d(3))._state_dict_pre_hooks
 
 
-def test_a_sync_batch_norm_with_a_forward_of_its_own_was_left_alone_and_is_no_news():
+def test_a_skipped_sync_batch_norm_gives_no_warning():
     model = small_net()
     model[1] = nn.SyncBatchNorm(6)
     model[1].forward = lambda x: x
@@ -119,7 +119,7 @@ def test_a_sync_batch_norm_with_a_forward_of_its_own_was_left_alone_and_is_no_ne
     saves_silently(model)
 
 
-def test_training_after_converting_last_goes_on():
+def test_training_works_if_convert_comes_last():
     model = memnorm.convert(to_sync(memnorm.convert(small_net())))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memnorm.double_forward(model, optimizer)

@@ -111,7 +111,7 @@ def test_a_shared_layer_stays_one_layer():
     assert model["b"][0] is model["a"]
 
 
-def test_a_half_model_comes_back_bit_for_bit():
+def test_a_half_model_is_restored_bit_for_bit():
     original = trained(small_net()).half()
     back = memnorm.to_batchnorm(memnorm.convert(copy.deepcopy(original)))
     assert_same_state(back, original)
@@ -128,7 +128,7 @@ def test_a_half_model_comes_back_bit_for_bit():
     ],
 )
 @pytest.mark.parametrize("first", ["half", "convert"])
-def test_a_half_model_comes_back_in_half_whatever_happened_in_between(first, change):
+def test_a_half_model_is_restored_in_half_after_other_changes(first, change):
     model = memnorm.convert(small_net().half()) if first == "half" else memnorm.convert(small_net()).half()
     back = memnorm.to_batchnorm(change(model))
     dtypes = {tensor.dtype for tensor in (*back.parameters(), *back.buffers()) if tensor.is_floating_point()}
@@ -136,7 +136,7 @@ def test_a_half_model_comes_back_in_half_whatever_happened_in_between(first, cha
     assert evaluated(back, images(2, seed=0).half()).dtype == torch.float16
 
 
-def test_a_half_layer_without_affine_parameters_comes_back_bit_for_bit():
+def test_a_half_layer_without_affine_parameters_is_restored_bit_for_bit():
     original = with_statistics(nn.BatchNorm2d(3, affine=False)).half()
     back = memnorm.to_batchnorm(memnorm.convert(copy.deepcopy(original)))
     assert_same_state(back, original)

@@ -1,4 +1,4 @@
-"""What the processes of test_compiled.py do."""
+"""The program of test_compiled.py."""
 
 from __future__ import annotations
 

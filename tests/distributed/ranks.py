@@ -1,4 +1,4 @@
-"""What the processes of the tests beside do; each function runs in all of them."""
+"""The programs of test_processes.py; each function runs on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training loop as a user may write it, that goes on from its last checkpoint; one of its processes may die."""
+"""A training loop that resumes from its last checkpoint; one of its ranks may die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that compile their model."""
+"""Ranks that compile their model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A process dies, torchrun starts all of them again, and they end as if nothing had happened."""
+"""A rank dies, torchrun restarts all ranks, and the result equals that of an uninterrupted run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""In several processes, too, a trainer with its callback is the loop by hand."""
+"""Trainers with their callbacks on several ranks equal the plain loop."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The trainers in several processes, two batches to a step; each function ends with the model that it has trained."""
+"""The trainers on several ranks with two batches per step; each function returns the trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of cross-iteration batch norm share: layers that feed a norm, and steps that move their weights."""
+"""What the tests of cross-iteration batch norm share: layers before a norm, and steps that change their weights."""
 
 import torch
 from helpers.common import randn, randomize
@@ -21,7 +21,7 @@ FEEDERS = {
 
 
 def fed(feeder="2-d strided, no bias", **options):
-    """A layer and the norm behind it, in float64, and the shape of its data."""
+    """A layer followed by the norm, in float64, and the shape of its data."""
     build, shape = FEEDERS[feeder]
     torch.manual_seed(3)
     net = nn.Sequential(build(), CrossIterationBatchNorm(4, **options)).double()

@@ -21,7 +21,7 @@ VARIANTS = {
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """As in timm: a batch norm with a dropout and an activation behind it, and torch's forward copied out."""
+    """As in timm: a batch norm followed by dropout and activation, with a copy of torch's forward."""
 
     def __init__(self, num_features, drop=None, act=None):
         super().__init__(num_features)

@@ -1,4 +1,4 @@
-"""Networks that tell which batches they remember: for the tests of Double-Forward."""
+"""Networks whose memory shows which batches they have recorded, for the tests of Double-Forward."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from memnorm.replay import recorders
 
 
 def batch(seed: int, size: int = 4) -> Tensor:
-    """A batch that is told from the others by its mean."""
+    """A batch with its own mean."""
     return randn(size, 3, seed=seed, dtype=torch.float32) + seed
 
 
 def transparent_net(*before: nn.Module, **options: Any) -> nn.Sequential:
-    """A net that begins with a memorized layer (or with `before`), so that what it remembers are the moments of its
-    inputs, whatever the weights.
+    """A net that begins with a memorized layer (after `before`), which remembers the moments of the inputs for any
+    weights.
     """
     net = nn.Sequential(*before, nn.BatchNorm1d(3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     with torch.no_grad():

@@ -64,7 +64,7 @@ def inputs_of_norms(model, batches):
 
 
 def condition(model):
-    """Everything about a model that must not change behind its owner's back."""
+    """Everything about a model that must not change."""
     modules = list(model.modules())
     return {
         "state": {name: value.clone() for name, value in model.state_dict().items()},

@@ -1,4 +1,4 @@
-"""Networks in the hands of other libraries: ONNX Runtime, and torchao's quantization."""
+"""Networks in ONNX Runtime and in torchao's quantization."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def session_of(leader: int) -> list[int]:
 
 
 def eventually(claim: Callable[[], bool], seconds: float = 10) -> bool:
-    """Whether it comes true in time."""
+    """Return True if the claim becomes true in time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if claim():

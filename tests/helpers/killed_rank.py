@@ -1,4 +1,4 @@
-"""A network that ends its process in the middle of a run, once."""
+"""A network that kills its process once in the middle of a run."""
 
 from __future__ import annotations
 

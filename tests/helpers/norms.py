@@ -1,4 +1,4 @@
-"""What the tests of all registered norms share: a network that takes every one of them, and a step of training."""
+"""What the tests of all registered norms share: a network that supports all of them, and a training step."""
 
 import pytest
 import torch

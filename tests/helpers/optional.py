@@ -1,4 +1,4 @@
-"""Libraries that not every environment has."""
+"""Optional libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 def library(name: str) -> ModuleType:
     """Import it, or skip the tests of this file. `make test-full` installs them all, and there a missing one fails.
 
-    Any exception counts as missing: a library beside which another does not import raises what it likes.
+    Any exception counts as missing, because libraries that do not fit together may raise anything.
     """
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Programs for several processes, started by torchrun as a user would, and the trainings that they are compared on."""
+"""Programs for several ranks, started by torchrun, and the trainings that they compare."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def own_part(step: int) -> tuple[Tensor, Tensor, float]:
 
 
 def even_part(step: int) -> tuple[Tensor, Tensor, float]:
-    """As many images for everybody, and a mean that tells the process."""
+    """The same number of images for every rank, with a mean that depends on the rank."""
     rank = dist.get_rank()
     x = images(4, seed=100 * rank + step, dtype=torch.float64) + rank
     return x, torch.arange(4) % 5, 1 / 4

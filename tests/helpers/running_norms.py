@@ -50,7 +50,7 @@ def net_with(name, **options):
 
 
 def drifting(shape, step):
-    """Data whose moments move on from step to step."""
+    """Data whose moments change from step to step."""
     return (leaf(shape, seed=step).detach() * (1 + 0.05 * step) + 0.2 * step).requires_grad_()
 
 

@@ -34,7 +34,7 @@ MEMORY = ("running_weight", "memory_mean", "memory_var", "memory_count")
 
 
 def batch(index: int, dtype: torch.dtype = torch.float64, *, channels: int = C) -> Tensor:
-    """Data of another size for every index, so that counts tell batches apart."""
+    """Data of another size for every index, so that batches have different counts."""
     return leaf((3 + index, channels, 4, 2), seed=index, dtype=dtype).detach()
 
 

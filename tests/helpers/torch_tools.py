@@ -1,4 +1,4 @@
-"""Networks for the tests beside torch's own tools, and the two ways in which a layer computes on the processor."""
+"""Networks for the tests with torch's own tools, and the choice between kernels and torch on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ double = torch.float64
 
 
 def residual_net(dtype: torch.dtype = double, **options: Any) -> nn.Module:
-    """A converted network with a norm of the usual kind and one that adds a shortcut and rectifies, for images
+    """A converted network with a norm of the usual kind and one that adds a shortcut and applies ReLU, for images
     (N, 3, 8, 8) and 5 classes.
     """
     block = Residual([(6, 6, 3, 1)], nn.BatchNorm2d)
@@ -32,7 +32,7 @@ def residual_net(dtype: torch.dtype = double, **options: Any) -> nn.Module:
 
 
 def resnet(dtype: torch.dtype = double, **options: Any) -> nn.Module:
-    """The lab's ResNet-8, narrow and converted: seven norms, six of which rectify and three of which add a shortcut."""
+    """The lab's ResNet-8, narrow and converted: seven norms, six with ReLU and three with a shortcut."""
     net = build("resnet8", classes=5, image_shape=(3, 8, 8), width=4)
     return memnorm.convert(_drawn(net), **{"memory_size": 3, **options}).to(dtype)
 
@@ -66,8 +66,8 @@ def step(call: Any, optimizer: torch.optim.Optimizer, seed: int, amp: torch.dtyp
 
 
 def compute_on(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make layers compute on the "kernels" of the processor or in "torch" operations."""
+    """Make layers compute with the CPU "kernels" or with "torch" operations."""
     if which == "torch":
         monkeypatch.setattr(cpu, "module", lambda: None)
     elif cpu.module() is None:
-        pytest.skip("the kernels for the processor are not built")
+        pytest.skip("the CPU kernels are not built")

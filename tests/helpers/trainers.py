@@ -95,7 +95,7 @@ def two_way_segmenter() -> Any:
 
 
 def two_way_loop(accumulate: int) -> Any:
-    """The plain loop of two-way memory, which needs nothing besides the conversion."""
+    """The plain loop of two-way memory, which needs only the conversion."""
     model = two_way_segmenter()
     torch.manual_seed(7)
     optimizer = sgd(model)

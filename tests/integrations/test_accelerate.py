@@ -1,4 +1,4 @@
-"""A loop with Accelerate, attached, is the plain loop."""
+"""A loop with Accelerate equals the plain loop."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What all trainers share, beside no trainer at all."""
+"""What all integrations share, without a trainer."""
 
 import torch
 from helpers.double_forward import batch, transparent_net

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with the callback is the plain loop."""
+"""Lightning's Trainer with the callback equals the plain loop."""
 
 import copy
 import os
@@ -18,7 +18,7 @@ MemnormCallback = library("memnorm.integrations.lightning").MemnormCallback
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning"),  # Lightning beside this torch
+    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning"),  # this Lightning with this torch
 ]
 
 
@@ -194,14 +194,14 @@ class Wrapped(Task):
 
 @pytest.fixture
 def _own_process_group():
-    """Lightning leaves its process group, and what it has told the environment about it."""
+    """Clean up the process group and the environment variables that Lightning leaves."""
     with mock.patch.dict(os.environ):
         yield
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("_own_process_group")
-def test_in_lightnings_ddp_the_memory_is_left_alone():
+def test_lightnings_ddp_does_not_broadcast_the_memory():
     task = Wrapped()
     net = fit(task, MemnormCallback("net"), strategy="ddp", use_distributed_sampler=False)
     assert_same_state(net, plain_loop())

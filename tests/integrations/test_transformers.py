@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with the callback is the plain loop."""
+"""Hugging Face's Trainer with the callback equals the plain loop."""
 
 import copy
 import pickle
@@ -94,7 +94,7 @@ def test_nothing_stays_attached_and_a_training_after_an_exception_is_as_good_as_
     assert_same_state(made.model, plain_loop())
 
 
-def test_a_training_that_raised_is_in_nobodys_way(tmp_path):
+def test_a_training_that_raised_does_not_disturb_the_next(tmp_path):
     """A new Trainer, with a callback of its own, for the same model."""
     failed = trainer(tmp_path, MemnormCallback(), kind=Failing)
     with pytest.raises(ZeroDivisionError):

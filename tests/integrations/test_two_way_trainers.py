@@ -1,4 +1,4 @@
-"""Two-way memory in other people's trainers: the conversion is all that is needed, with accumulation, too."""
+"""Two-way memory in other training libraries: only the conversion is needed, also with gradient accumulation."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which activations a norm with a nonlinearity takes over, and which stay."""
+"""Which activations a norm with a nonlinearity replaces, and which stay."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ class SharedElsewhere(Net):
 
 
 class Tapped(Net):
-    """The norm's own output is used beside the activation's."""
+    """The output of the norm is used as well as that of the activation."""
 
     def forward(self, x):
         y = self.norm1(self.conv1(x))
@@ -80,7 +80,7 @@ def relus(net):
     return [name for name, one in net.named_modules() if isinstance(one, nn.ReLU)]
 
 
-def test_modules_called_behind_norms_go():
+def test_activation_modules_after_norms_are_removed():
     net = convert(Modules(), frn.ENTRY)
     assert thresholds(net) == {"norm1": True, "norm2": True}
     assert relus(net) == []
@@ -88,7 +88,7 @@ def test_modules_called_behind_norms_go():
     assert net(images(2, seed=0)).min() >= 0
 
 
-def test_functions_stay_behind_the_threshold():
+def test_activation_functions_stay_after_the_threshold():
     net = convert(Functions(), frn.ENTRY)
     assert thresholds(net) == {"norm1": True, "norm2": True}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What holds for every norm without batch statistics, in the place of a batch norm."""
+"""All norms without batch statistics as replacements of batch norm."""
 
 import copy
 import pickle
@@ -9,8 +9,7 @@ from helpers.batch_free import SHAPES, convert, random_batch_norm
 from helpers.common import assert_same_state, images, labels, leaf, small_net
 from torch import nn
 
-import memnorm
-from memnorm.errors import DTypeError, InputError, NothingToRecord, OptionError
+from memnorm.errors import DTypeError, InputError, OptionError
 from memnorm.norms import evonorm_s0, frn, group, instance, layer, normprop, weight_norm
 from memnorm.norms.batch_free import BatchFreeNorm, choose_groups
 
@@ -36,7 +35,7 @@ def test_batch_norms_parameters_stay_the_same_objects(norm):
 
 
 @named(ALL)
-def test_mode_and_dtype_are_the_batch_norms(norm):
+def test_mode_and_dtype_are_those_of_the_batch_norm(norm):
     new = replaced(norm, random_batch_norm((2, 6, 3, 3)).eval())
     assert not new.training
     assert {value.dtype for value in new.parameters()} == {torch.float64}
@@ -106,17 +105,6 @@ def test_first_and_second_derivatives_pass_gradcheck(norm, shape):
     assert torch.autograd.gradgradcheck(run, inputs)
 
 
-@named(ALL)
-def test_channels_last_computes_the_same_and_stays(norm):
-    new = replaced(norm, random_batch_norm((2, 6, 4, 3)))
-    x = leaf((2, 6, 4, 3), seed=0).detach()
-    plain = new(x)
-    y = new(x.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(y, plain, rtol=0, atol=1e-12)
-    if norm is not instance:  # torch's own instance norm returns another layout
-        assert y.is_contiguous(memory_format=torch.channels_last)
-
-
 @named(OWN)
 def test_narrow_input_keeps_its_dtype_and_nearly_its_result(norm):
     new = replaced(norm, random_batch_norm((4, 6, 5, 5))).float()
@@ -138,16 +126,6 @@ def test_a_model_trains_under_autocast(norm):
 
 
 @named(ALL)
-def test_a_model_comes_back_from_its_checkpoint(norm):
-    net, other = convert(small_net(seed=0), norm.ENTRY), convert(small_net(seed=1), norm.ENTRY)
-    step(net)
-    other.load_state_dict(net.state_dict())
-    assert_same_state(net, other)
-    x = images(4, seed=5)
-    torch.testing.assert_close(other(x), net(x), rtol=0, atol=0)
-
-
-@named(ALL)
 def test_a_copy_trains_apart_from_the_original(norm):
     net = convert(small_net(), norm.ENTRY)
     step(net)
@@ -166,22 +144,6 @@ def test_a_model_survives_pickling(norm):
     again = pickle.loads(pickle.dumps(net))
     x = images(2, seed=0)
     torch.testing.assert_close(again(x), net(x), rtol=0, atol=0)
-
-
-@named(ALL)
-def test_an_optimizer_lowers_the_loss(norm):
-    net = convert(small_net(), norm.ENTRY)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    losses = [step(net, optimizer) for _ in range(30)]
-    assert sum(losses[-5:]) < sum(losses[:5])
-
-
-@named(ALL)
-def test_there_is_nothing_to_record(norm):
-    net = convert(small_net(), norm.ENTRY)
-    with pytest.raises(NothingToRecord):
-        memnorm.rerecord(net, images(2, seed=0))
-    assert not norm.ENTRY.get("records", False)
 
 
 @named(ALL)
@@ -257,7 +219,7 @@ def test_options_show_in_the_representation(norm):
         (12, 1, 1),
     ],
 )
-def test_groups_divide_the_channels_and_have_two_of_them_unless_told(channels, wish, groups):
+def test_groups_divide_the_channels_and_have_at_least_two_by_default(channels, wish, groups):
     assert choose_groups(channels, wish) == groups
 
 

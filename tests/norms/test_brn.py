@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from helpers.common import SHAPES, assert_same_output_and_gradients, images, leaf, randomize
-from helpers.conversion import train_step
-from helpers.running_norms import ENTRIES, built, drifting, follow, moments, net_with, per_channel
+from helpers.common import SHAPES, assert_same_output_and_gradients, leaf, randomize
+from helpers.running_norms import ENTRIES, built, drifting, follow, moments, per_channel
 from torch import nn
 
 import memnorm
@@ -50,14 +49,14 @@ def published(step, r_max=3.0, d_max=5.0):
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.2, None])
-def test_a_trajectory_is_the_papers_while_the_limits_are_relaxed(alpha):
+def test_a_trajectory_equals_the_papers_equations_while_the_limits_are_relaxed(alpha):
     def scaled(step):
         return published(step * 130_000 / 60)
 
     follow(built("brn", momentum=alpha, total_steps=60), Literal(alpha, scaled), steps=30)
 
 
-def test_a_trajectory_is_the_papers_with_limits_that_bind():
+def test_a_trajectory_equals_the_papers_equations_with_limits_that_bind():
     layer = built("brn", momentum=0.3, total_steps=1, r_max=1.1, d_max=0.2)
     reference = Literal(0.3, lambda step: published(130_000 * step, 1.1, 0.2))
     follow(layer, reference, steps=20)
@@ -66,7 +65,7 @@ def test_a_trajectory_is_the_papers_with_limits_that_bind():
     assert (y.mean([0, 2, 3]) - 0.2).abs().max() < 1e-12  # d at its limit in every channel
 
 
-def test_a_trajectory_is_the_papers_with_a_large_epsilon():
+def test_a_trajectory_equals_the_papers_equations_with_a_large_epsilon():
     """Every sigma has epsilon under its root, the moving one too."""
     layer = built("brn", momentum=0.3, total_steps=10, plain={"eps": 0.5})
     follow(layer, Literal(0.3, lambda step: published(13_000 * step), eps=0.5), steps=20)
@@ -127,7 +126,7 @@ def test_the_counter_of_the_relaxation_is_that_of_recorded_batches():
     assert float(copy.deepcopy(layer).limits()[1]) == pytest.approx(2.5)
 
 
-def test_a_loaded_checkpoint_goes_on_with_its_relaxation():
+def test_a_loaded_checkpoint_resumes_its_relaxation():
     layer = built("brn", total_steps=130)
     layer.num_batches_tracked.fill_(15)
     fresh = built("brn", total_steps=130)
@@ -157,21 +156,6 @@ def test_statistics_that_have_settled_stay_to_the_last_bit():
     torch.testing.assert_close(layer.running_var, before, rtol=2e-7, atol=0)
 
 
-def test_double_forward_records_the_moments_of_the_weights_after_the_step():
-    """BRN-2."""
-    net = net_with("brn", total_steps=10)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    memnorm.double_forward(net, optimizer)
-    for step in range(3):
-        twin = copy.deepcopy(net)
-        train_step(net, optimizer, seed=step)
-        for ours, theirs in zip(twin.parameters(), net.parameters(), strict=True):
-            ours.data.copy_(theirs)
-        twin(images(6, seed=step))
-        for name, value in net.state_dict().items():
-            torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-6)
-
-
 BAD = {
     "r_max below 1": ({"r_max": 0.9}, "r_max must be at least 1"),
     "r_max of text": ({"r_max": "3"}, "r_max must be at least 1"),
@@ -183,7 +167,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
-def test_bad_options_are_refused(options, message):
+def test_wrong_options_are_errors(options, message):
     with pytest.raises(OptionError, match=message):
         built("brn", **options)
 

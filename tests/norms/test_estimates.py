@@ -44,7 +44,7 @@ def test_disagreement_is_the_difference_between_the_outputs_in_training_and_eval
 
 
 @pytest.mark.parametrize("name", UNTOLD)
-def test_a_disagreement_that_cannot_be_told_is_called_unknown(name):
+def test_an_unknown_disagreement_is_called_unknown(name):
     net = memnorm.convert(chain(), name)
     step(net, 4)
     found = memnorm.diagnose(net, [images(4, seed=index) for index in range(2)], show=False)
@@ -110,7 +110,7 @@ def test_recalibration_neither_rewinds_nor_advances_a_schedule(name):
 
 
 @pytest.mark.parametrize("name", ["brn", "momentum_bn"])
-def test_training_goes_on_in_its_schedule_after_a_recalibration(name):
+def test_recalibration_does_not_change_the_schedule_of_training(name):
     net = memnorm.convert(chain(), name, total_steps=10)
     for _ in range(5):
         step(net, 4)

@@ -1,12 +1,12 @@
-"""EvoNorm-S0 against its equation, and where its nonlinearity goes."""
+"""EvoNorm-S0 against its equation, and which layers have the nonlinearity."""
 
 import pytest
 import torch
 from helpers.batch_free import SHAPES, assert_trains_like, convert, per_channel, random_batch_norm
-from helpers.common import leaf, randn, small_net
+from helpers.common import leaf, randn
 from torch import nn
 
-from memnorm.errors import InputError, OptionError
+from memnorm.errors import InputError
 from memnorm.norms import evonorm_s0
 from memnorm.norms.evonorm_s0 import EvoNormS0
 
@@ -53,14 +53,14 @@ def test_without_nonlinearity_it_is_an_affine_map():
 
 
 @pytest.mark.parametrize("kind", [nn.ReLU, nn.SiLU])
-def test_the_activation_behind_goes(kind):
+def test_the_following_activation_is_removed(kind):
     net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), kind(), nn.Flatten()), evonorm_s0.ENTRY)
     assert [type(one).__name__ for one in net] == ["Conv2d", "EvoNormS0", "Identity", "Flatten"]
     assert net[1].gate is not None
 
 
 @pytest.mark.parametrize("behind", [nn.PReLU(), nn.Conv2d(4, 2, 1), nn.Flatten()], ids=lambda one: type(one).__name__)
-def test_without_its_activation_behind_there_is_no_gate(behind):
+def test_without_a_following_activation_there_is_no_gate(behind):
     net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), behind), evonorm_s0.ENTRY)
     assert net[1].gate is None
     assert net[2] is behind
@@ -75,11 +75,6 @@ def test_groups_of_a_single_value_are_an_error_that_says_what_to_do():
     with pytest.raises(InputError, match=r"each of its 4 groups.*num_groups=2"):
         new(torch.zeros(2, 4))
     assert EvoNormS0(4)(torch.ones(2, 4, 1, 1)).shape == (2, 4, 1, 1)
-
-
-def test_a_number_of_groups_below_one_is_an_error():
-    with pytest.raises(OptionError, match="num_groups"):
-        convert(small_net(), evonorm_s0.ENTRY, num_groups=-1)
 
 
 def test_every_group_has_its_own_deviation():

@@ -1,4 +1,4 @@
-"""Filter Response Normalization against its equations, and where its threshold goes."""
+"""Filter Response Normalization against its equations, and which layers have the threshold."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_single_values_need_a_learned_epsilon_and_the_error_says_so(shape):
         FilterResponseNorm.replacing(random_batch_norm(shape))(leaf(shape, seed=0))
 
 
-def test_the_relu_behind_goes_and_the_threshold_takes_its_place():
+def test_the_threshold_replaces_the_following_relu():
     net = convert(small_net(), frn.ENTRY)
     assert [type(one).__name__ for one in net][1:3] == ["FilterResponseNorm", "Identity"]
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_the_relu_behind_goes_and_the_threshold_takes_its_place():
     assert net[2](net[1](leaf((2, 6, 4, 4), seed=0, dtype=torch.float32))).min() == -0.25
 
 
-def test_without_relu_behind_there_is_no_threshold():
+def test_without_a_following_relu_there_is_no_threshold():
     net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), frn.ENTRY)
     assert net[1].threshold is None
     assert net[1](leaf((2, 4, 4, 4), seed=0, dtype=torch.float32)).min() < -0.5

@@ -57,7 +57,7 @@ class Cumulative(Literal):
 
 
 @pytest.mark.parametrize("momentum", [0.01, 0.1, 0.6, 1.0])
-def test_a_trajectory_is_the_papers_debiased(momentum):
+def test_a_trajectory_equals_the_papers_equations_debiased(momentum):
     follow(built("lagged_bn", momentum=momentum), Literal(momentum))
 
 
@@ -66,7 +66,7 @@ def test_without_a_momentum_all_batches_count_the_same():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_first_step_is_batch_norms(shape):
+def test_the_first_step_is_batch_norm(shape):
     """Whatever the statistics say before: the initial ones never count."""
     ours = built("lagged_bn", rank=len(shape))
     torchs = memnorm.to_batchnorm(copy.deepcopy(ours))
@@ -92,7 +92,7 @@ def test_momentum_one_is_batch_norm_in_every_step():
 
 
 def test_trained_statistics_of_a_batch_norm_have_their_weight():
-    """A batch norm that has seen many batches: the next one counts for the momentum alone."""
+    """After many batches, the weight of the next one is the momentum."""
     layer = built("lagged_bn", momentum=0.1)
     layer.running_mean.fill_(2.0), layer.num_batches_tracked.fill_(10_000)
     x = drifting((8, 3, 4), 0)
@@ -121,6 +121,6 @@ def test_the_gradient_is_that_of_the_batchs_part():
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
-def test_a_momentum_of_zero_is_refused():
+def test_a_momentum_of_zero_is_an_error():
     with pytest.raises(OptionError, match="must be positive, or None; got 0"):
         built("lagged_bn", momentum=0)

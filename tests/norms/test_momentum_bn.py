@@ -59,11 +59,11 @@ class Constant(Literal):
 
 
 @pytest.mark.parametrize("ideal", [6, 32, 500])
-def test_a_trajectory_is_the_papers(ideal):
+def test_a_trajectory_equals_the_papers_equations(ideal):
     follow(built("momentum_bn", ideal_batch_size=ideal, total_steps=20), Literal(20, ideal), steps=30)
 
 
-def test_a_trajectory_is_the_papers_with_another_momentum_of_inference():
+def test_a_trajectory_equals_the_papers_equations_with_another_momentum_of_inference():
     follow(built("momentum_bn", momentum=0.4, total_steps=40), Literal(40, tau0=0.6))
 
 
@@ -80,7 +80,7 @@ def test_the_past_counts_for_nothing_at_first_and_for_what_a_batch_lacks_at_last
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_batch_of_the_ideal_size_is_batch_norms(shape):
+def test_a_batch_of_the_ideal_size_is_batch_norm(shape):
     ours = built("momentum_bn", rank=len(shape), ideal_batch_size=shape[0], total_steps=2)
     torchs = memnorm.to_batchnorm(copy.deepcopy(ours))
     for step in range(4):
@@ -153,7 +153,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
-def test_bad_options_are_refused(options, message):
+def test_wrong_options_are_errors(options, message):
     with pytest.raises(OptionError, match=message):
         built("momentum_bn", **options)
 

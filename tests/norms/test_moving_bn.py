@@ -1,4 +1,4 @@
-"""Moving averages alone: eval mode's output and gradient, with statistics that follow."""
+"""Moving averages only: output and gradient of eval mode, with statistics that follow."""
 
 import copy
 
@@ -36,7 +36,7 @@ class Literal:
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
-def test_a_trajectory_is_the_equations(momentum):
+def test_a_trajectory_equals_the_equations(momentum):
     follow(built("moving_bn", momentum=momentum), Literal(momentum))
 
 

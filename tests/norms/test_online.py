@@ -1,4 +1,4 @@
-"""Online normalization: its two processes over whole trajectories, sample after sample, and what it writes when."""
+"""Online normalization: its forward and backward equations over whole trajectories, and when it writes its state."""
 
 import pickle
 from copy import deepcopy
@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from helpers.common import images, labels, leaf, randn, randomize, small_net
-from helpers.window import assert_states_equal, changed, converted, losses, state
+from helpers.window import assert_states_equal, changed, converted, state
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -85,7 +85,7 @@ class Reference:
     ids=str,
 )
 @pytest.mark.parametrize("rest", [(), (5,), (3, 2), (2, 1, 2)], ids=str)
-def test_a_trajectory_is_the_papers(rest, options):
+def test_a_trajectory_equals_the_papers_equations(rest, options):
     layer, reference = layer_of(**options), Reference(3, **options)
     for step in range(20):
         shape = (1 + (5 * step) % 4, 3, *rest)
@@ -163,7 +163,7 @@ def test_a_new_layer_has_mean_zero_variance_one_and_no_error():
     assert layer.control_scale.eq(0).all()
 
 
-def test_eval_is_batch_norms_with_the_compensation_and_writes_nothing():
+def test_eval_is_batch_norm_with_the_compensation_and_writes_nothing():
     layer = layer_of(momentum=0.1)
     for seed in range(4):
         layer(leaf((4, 3, 2), seed=seed)).sum().backward()
@@ -207,14 +207,6 @@ def test_double_forward_records_every_statistic_once_a_step():
             assert int(net[1].num_batches_tracked) == step + 1
 
 
-def test_buffers_are_written_in_place():
-    layer = layer_of()
-    pointers = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
-    for seed in range(3):
-        layer(leaf((4, 3), seed=seed)).sum().backward()
-    assert pointers == {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_forward_has_the_same_gradients_and_state(reentrant):
     plain = layer_of(momentum=0.1)
@@ -236,7 +228,7 @@ def test_the_moments_by_which_a_recomputed_batch_is_recognised_are_the_batchs():
     )
 
 
-def test_copies_and_checkpoints_go_on_alike():
+def test_copies_and_loaded_checkpoints_train_alike():
     layer = layer_of(momentum=0.1)
     for seed in range(4):
         layer(leaf((4, 3), seed=seed)).pow(3).sum().backward()
@@ -340,12 +332,12 @@ def test_wrong_options_are_errors(options, message):
         OnlineNorm(3, **options)
 
 
-def test_an_empty_batch_is_refused():
+def test_an_empty_batch_is_an_error():
     with pytest.raises(InputError, match="empty"):
         layer_of()(torch.empty(0, 3, dtype=torch.float64))
 
 
-def test_conversion_takes_over_parameters_statistics_and_mode_and_loads_plain_checkpoints():
+def test_conversion_keeps_parameters_statistics_and_mode_and_plain_checkpoints_load():
     plain = small_net()
     plain(images(4, seed=0))
     net = converted(deepcopy(plain.eval()), ENTRY, compensation=None)
@@ -359,10 +351,3 @@ def test_conversion_takes_over_parameters_statistics_and_mode_and_loads_plain_ch
     again.load_state_dict(plain.state_dict())
     torch.testing.assert_close(again.eval()(x), plain(x), rtol=0, atol=0)
     assert again[1].control_mean.eq(0).all()
-
-
-@pytest.mark.parametrize("compensation", ["layer_scaling", "clamp"])
-@pytest.mark.parametrize("size", [2, 16])
-def test_the_loss_falls(size, compensation):
-    first, last = losses(converted(small_net(), ENTRY, compensation=compensation), size)
-    assert last < first

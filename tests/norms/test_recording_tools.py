@@ -84,7 +84,7 @@ def test_an_average_evaluates_as_its_plain_twin(name):
 
 
 @each_norm
-def test_safetensors_bring_back_a_network_that_goes_on_alike(name, tmp_path):
+def test_a_network_saved_by_safetensors_trains_alike(name, tmp_path):
     safetensors = library("safetensors.torch")
     net, other = network(name), network(name, seed=1, steps=1)
     safetensors.save_file(net.state_dict(), tmp_path / "net.safetensors")
@@ -111,7 +111,7 @@ def test_a_compiled_training_is_the_eager_one_and_compiles_in_the_first_step_onl
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", IN_BACKWARD)
-def test_a_whole_graph_that_would_not_record_in_backward_is_refused(name):
+def test_a_full_graph_that_would_not_record_in_backward_is_an_error(name):
     torch._dynamo.reset()
     compiled = torch.compile(network(name), fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match="records in backward"):

@@ -1,4 +1,4 @@
-"""What the registry says of each norm is what the norm does."""
+"""The registry entry of each norm is true."""
 
 import copy
 
@@ -134,7 +134,7 @@ def test_fx_traces_a_converted_model(name):
 @each_norm
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_section_trains_the_same(name, reentrant):
-    """Forwards are repeated inside backward, after the statistics have moved on."""
+    """Forwards are recomputed inside backward, after the statistics have changed."""
     plain, checkpointed = memnorm.convert(chain(), name), memnorm.convert(chain(), name)
     for seed in range(4):
         for net in (plain, checkpointed):

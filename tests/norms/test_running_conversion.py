@@ -1,4 +1,4 @@
-"""Conversion to the norms that are batch norm in eval mode, from one to another, and the way back."""
+"""Conversion to the norms that are batch norm in eval mode, between them, and back."""
 
 import copy
 import io
@@ -7,19 +7,11 @@ import pytest
 import torch
 from helpers.common import LAYERS, SHAPES, assert_same_state, images, leaf, small_net
 from helpers.conversion import VARIANTS, BatchNormAct2d, assert_bitwise, evaluated, train_step, with_statistics
-from helpers.running_norms import ENTRIES, NAMES, OPTIONS, built, each_norm, net_with, replace
+from helpers.running_norms import NAMES, OPTIONS, built, each_norm, net_with, replace
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memnorm
-from memnorm import norms
-
-
-@pytest.fixture
-def registered(monkeypatch):
-    """The norms under their names, for tests of `memnorm.convert`."""
-    for name, entry in ENTRIES.items():
-        monkeypatch.setitem(norms._REGISTRY, name, norms.Norm(**entry))
 
 
 @each_norm
@@ -66,7 +58,7 @@ def test_a_saved_model_needs_nothing_of_memnorm_after_to_batchnorm(name):
 
 
 @each_norm
-def test_parameters_mode_hooks_and_sharing_are_kept_both_ways(registered, name):
+def test_parameters_mode_hooks_and_sharing_are_kept_both_ways(name):
     layer, calls = nn.BatchNorm2d(3), []
     layer.register_forward_hook(lambda *_: calls.append(1))
     layer.weight.requires_grad_(False)
@@ -93,7 +85,7 @@ def test_the_layer_that_was_replaced_stays_a_plain_batch_norm(name):
 
 @each_norm
 @pytest.mark.parametrize("other", ["mbn", *NAMES])
-def test_from_one_norm_to_another_is_the_way_over_batch_norm(registered, name, other):
+def test_conversion_between_norms_equals_conversion_through_batch_norm(name, other):
     plain = with_statistics(nn.BatchNorm2d(3))
     over = memnorm.convert(copy.deepcopy(plain), name)
     there = memnorm.convert(over, other)
@@ -105,17 +97,7 @@ def test_from_one_norm_to_another_is_the_way_over_batch_norm(registered, name, o
 
 
 @each_norm
-@pytest.mark.parametrize("other", NAMES)
-def test_a_layer_replaced_by_its_class_leaves_nothing_behind(name, other):
-    plain = with_statistics(nn.BatchNorm2d(3))
-    back = memnorm.to_batchnorm(replace(replace(copy.deepcopy(plain), name), other))
-    assert back.__dict__.keys() == plain.__dict__.keys()
-    assert repr(back) == repr(plain)
-    assert_same_state(back, plain)
-
-
-@each_norm
-def test_from_memorized_layers_the_memory_is_left_behind(registered, name):
+def test_conversion_from_memorized_layers_drops_the_memory(name):
     model = with_statistics(memnorm.convert(nn.BatchNorm2d(3)))
     x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
     before = evaluated(model, x)
@@ -125,7 +107,7 @@ def test_from_memorized_layers_the_memory_is_left_behind(registered, name):
 
 
 @each_norm
-def test_an_activation_behind_the_norm_stays_where_it_is(registered, name):
+def test_the_activation_of_a_norm_is_kept(name):
     plain = with_statistics(BatchNormAct2d(3, act=nn.Tanh()))
     model = memnorm.convert(copy.deepcopy(plain), name, **OPTIONS[name])
     x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
@@ -138,7 +120,7 @@ def test_an_activation_behind_the_norm_stays_where_it_is(registered, name):
 
 
 @each_norm
-def test_a_sync_batch_norm_comes_back(name):
+def test_a_sync_batch_norm_is_restored(name):
     plain = nn.SyncBatchNorm(3)
     back = memnorm.to_batchnorm(replace(copy.deepcopy(plain), name))
     assert type(back) is nn.SyncBatchNorm
@@ -154,8 +136,3 @@ def test_a_layer_that_replaced_none_becomes_the_batch_norm_for_its_data(name, sh
     assert type(back) is LAYERS[len(shape)][1]
     assert back.__dict__.keys() == LAYERS[len(shape)][1](3).__dict__.keys()
     assert evaluated(back, leaf(shape, seed=1, dtype=torch.float32)).shape == shape
-
-
-def test_a_model_of_plain_norms_has_nothing_to_bring_back():
-    with pytest.raises(memnorm.errors.NothingToConvert, match="has no memorized layer"):
-        memnorm.to_batchnorm(small_net())

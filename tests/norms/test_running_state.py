@@ -1,4 +1,4 @@
-"""What the norms keep that are batch norm in eval mode: when it is written, and how it travels."""
+"""The state of the norms that are batch norm in eval mode: recording, copies, checkpoints."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ def test_a_checkpoint_of_batch_norm_loads_strictly_and_evaluates_the_same(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "momentum_bn"])
-def test_the_state_is_batch_norms(name):
+def test_the_state_has_the_keys_of_batch_norm(name):
     assert list(built(name).state_dict()) == list(nn.BatchNorm2d(3).state_dict())
 
 
@@ -42,21 +42,12 @@ def through_state_dict(layer):
 
 @each_norm
 @pytest.mark.parametrize("way", [copy.deepcopy, through_pickle, through_state_dict])
-def test_a_copy_goes_on_as_the_original(name, way):
+def test_a_copy_trains_like_the_original(name, way):
     layer = warmed(name)
     other = way(layer)
     for step in range(6, 9):
         assert_bitwise(other(drifting((8, 3, 5, 4), step)), layer(drifting((8, 3, 5, 4), step)))
     assert_same_state(other, layer)
-
-
-@each_norm
-def test_eval_and_no_statistics_write_nothing(name):
-    layer = warmed(name).eval()
-    before = copy.deepcopy(layer.state_dict())
-    layer(drifting((8, 3, 5, 4), 9))
-    for key, value in layer.state_dict().items():
-        assert_bitwise(value, before[key])
 
 
 @each_norm
@@ -71,17 +62,6 @@ def test_with_recording_off_a_forward_computes_the_same_and_writes_nothing(name)
     for mine, recorded in zip(muted, gradients(twin, x, twin.parameters()), strict=True):
         assert_bitwise(mine, recorded)
     assert int(twin.num_batches_tracked) > int(layer.num_batches_tracked)
-
-
-@each_norm
-def test_buffers_are_written_in_place(name):
-    layer = built(name, **OPTIONS[name])
-    buffers = dict(layer.named_buffers())
-    for step in range(3):
-        layer(drifting((8, 3, 5, 4), step))
-    for key, buffer in layer.named_buffers():
-        assert buffer is buffers[key]
-        assert buffer._version > 0
 
 
 @each_norm
@@ -111,7 +91,7 @@ def test_without_running_statistics_it_is_batch_norm_on_the_batch(name, late):
 
 
 @each_norm
-def test_a_layer_on_meta_comes_to_life(name):
+def test_a_layer_on_meta_can_be_initialized(name):
     layer = type(built(name))(3, device="meta").to_empty(device="cpu")
     layer.reset_parameters()
     fresh = type(built(name))(3)
@@ -125,9 +105,3 @@ def test_the_statistics_of_equal_data_are_equal_in_any_order_of_the_images(name)
     turned = x.flip(0)
     torch.testing.assert_close(layers[0](x).flip(0), layers[1](turned), rtol=1e-10, atol=1e-10)
     assert_same_state(*layers, atol=1e-12)
-
-
-@each_norm
-def test_statistics_begin_with_mean_zero_and_variance_one(name):
-    for key, buffer in built(name).named_buffers():
-        assert float(buffer.double().max()) == float(buffer.double().min()) == float(key.endswith("var"))

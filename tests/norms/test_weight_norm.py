@@ -1,4 +1,4 @@
-"""Weight normalization against its equations, its first batch, and which weights it takes."""
+"""Weight normalization against its equations, its first batch, and which weights it changes."""
 
 import copy
 
@@ -207,7 +207,7 @@ def test_a_residual_network_has_all_its_norms_paired():
     assert not any(conv.parametrizations.weight.original0.requires_grad for conv in convs)
 
 
-def test_a_norm_behind_a_sum_has_a_scale_of_its_own_and_the_weights_keep_theirs():
+def test_a_norm_after_a_sum_has_its_own_scale_and_the_weights_keep_theirs():
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
@@ -270,7 +270,7 @@ def test_a_norm_of_a_parameter_has_nothing_in_front():
     assert convert(Table(), weight_norm.ENTRY)(torch.ones(2, 4)).isfinite().all()
 
 
-def test_tied_parametrized_and_zero_weights_are_left_alone():
+def test_tied_parametrized_and_zero_weights_are_unchanged():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].weight = net[0].weight
     nn.init.zeros_(net[3].weight)
@@ -305,7 +305,7 @@ def test_a_batch_norm_without_affine_map_gets_scale_and_bias():
     assert net[1].bias.requires_grad
 
 
-def test_plain_layers_come_back_with_the_same_outputs():
+def test_removing_the_parametrization_keeps_the_outputs():
     net = wide_net()
     x, _ = batch(0)
     expected = net(x)

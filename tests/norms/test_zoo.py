@@ -1,4 +1,4 @@
-"""Every norm in every network of the zoo: it lowers the loss on a fixed batch, evaluates, comes back from a file."""
+"""Every norm in every network of the lab: it lowers the loss on a fixed batch, evaluates, and loads from a file."""
 
 import statistics
 from typing import NamedTuple
@@ -66,7 +66,7 @@ def network(model, norm, seed):
 
 
 def losses(net, images, steps, adam):
-    """Of a training on one batch, its learning rate in proportion to the batch size: 0.1 for 64 images."""
+    """The losses of a training on one batch with a learning rate of 0.1 per 64 images."""
     labels = torch.arange(len(images)) % 10
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
     sgd = torch.optim.SGD(parameters, lr=0.1 * len(images) / 64, momentum=0.9)
@@ -91,7 +91,7 @@ def losses(net, images, steps, adam):
         if applies(norm, model)
     ],
 )
-def test_a_norm_lowers_the_loss_evaluates_and_comes_back(norm, model, batch, tmp_path):
+def test_a_norm_lowers_the_loss_evaluates_and_loads_from_a_file(norm, model, batch, tmp_path):
     size, steps, _ = ZOO[model]
     images = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(batch))
     net = network(model, norm, seed=0)

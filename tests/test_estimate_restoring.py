@@ -1,4 +1,4 @@
-"""recalibrate and adapt leave alone what is not theirs, and can be undone."""
+"""recalibrate and adapt change nothing else, and can be undone."""
 
 import copy
 
@@ -39,7 +39,7 @@ def test_dropout_is_off(passes):
 
 @each_norm
 @pytest.mark.parametrize("passes", [1, "exact"])
-def test_a_layer_frozen_by_the_user_is_left_alone(norm, passes):
+def test_a_layer_frozen_by_the_user_is_unchanged(norm, passes):
     net = deep_net(norm)
     net[4].eval()
     before = copy.deepcopy(net[4])
@@ -70,7 +70,7 @@ def test_a_memory_is_emptied():
         assert all(not buffer.any() for buffer in slots)
 
 
-def test_the_new_statistics_stand_in_for_the_memory():
+def test_the_new_statistics_replace_the_memory():
     layer = memnorm.MemorizedBatchNorm1d(4, strength=0.5, dtype=torch.float64)
     recalibrate(layer, [DATA])
     x = randn(6, 4, seed=3)
@@ -153,7 +153,7 @@ class Failing:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize(("passes", "round_"), [(1, 1), ("exact", 1), ("exact", 2)])
-def test_after_an_exception_half_way_everything_is_as_before(passes, round_, error):
+def test_after_an_exception_everything_is_restored(passes, round_, error):
     net = mixed_net()
     before = condition(net)
     with pytest.raises(error):
@@ -161,7 +161,7 @@ def test_after_an_exception_half_way_everything_is_as_before(passes, round_, err
     assert_condition(net, before)
 
 
-def test_after_a_batch_the_model_cannot_take_everything_is_as_before():
+def test_after_a_batch_the_model_cannot_take_everything_is_restored():
     net = mixed_net()
     before = condition(net)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -177,7 +177,7 @@ def test_gradients_are_neither_needed_nor_left():
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_double_forward_does_not_take_the_batches_for_training():
+def test_double_forward_does_not_record_the_batches():
     net = deep_net(NORMS["memorized"])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     memnorm.double_forward(net, optimizer)
@@ -214,7 +214,7 @@ def test_revert_brings_every_buffer_back_memory_included(passes):
     assert_condition(net, before)
 
 
-def test_the_with_form_reverts_at_its_end():
+def test_the_with_statement_reverts_at_its_end():
     net = mixed_net()
     before = condition(net)
     with adapt(net, [3 * DATA + 1]):
@@ -222,7 +222,7 @@ def test_the_with_form_reverts_at_its_end():
     assert_condition(net, before)
 
 
-def test_the_with_form_reverts_after_an_exception_and_lets_it_through():
+def test_the_with_statement_reverts_after_an_exception_and_lets_it_through():
     net = mixed_net()
     before = condition(net)
     with pytest.raises(KeyError, match="mine"), adapt(net, [3 * DATA + 1]):
@@ -248,7 +248,7 @@ def test_adapt_that_fails_leaves_everything_as_before():
     assert_condition(net, before)
 
 
-def test_one_value_per_channel_is_refused_again_after_reverting_to_an_untrained_layer():
+def test_one_value_per_channel_is_an_error_again_after_reverting_to_an_untrained_layer():
     layer = memnorm.MemorizedBatchNorm1d(4, dtype=torch.float64)
     with adapt(layer, [DATA]):
         layer(DATA[:1])

@@ -1,4 +1,4 @@
-"""Mistakes that public versions of these norms make, each looked for in every norm that could make it."""
+"""Known mistakes of public implementations, checked for every norm that could make them."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ UNBIASED = ("bn", "cbn", "ghost", "moving_bn")
 
 
 def layer_of(name, *, eps=1e-5, **options):
-    """One layer behind a convolution that passes its input on, in float64; with momentum 0.5 where there is one."""
+    """One layer after an identity convolution, in float64; with momentum 0.5 if it has a momentum."""
     net = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3, eps=eps)).double()
     with torch.no_grad():
         net[0].weight.copy_(torch.eye(3).view(3, 3, 1, 1))
@@ -35,7 +35,7 @@ def recorder(net):
     return layer
 
 
-def settled(name, x, **options):
+def converged(name, x, **options):
     """The layer after so many forwards of one batch that its statistics do not move any more; and what entered it. The
     batch is one image again and again: online norm moves on from image to image.
     """
@@ -109,7 +109,7 @@ def test_eval_changes_no_statistics(name):
 
 @each_statistical
 def test_epsilon_does_not_leak_into_the_running_variance(name):
-    layer, entered = settled(name, 2 * randn(1, 3, 5, 5, seed=0).expand(4, -1, -1, -1) + 1, eps=0.5)
+    layer, entered = converged(name, 2 * randn(1, 3, 5, 5, seed=0).expand(4, -1, -1, -1) + 1, eps=0.5)
     layer.eval()(entered)
     torch.testing.assert_close(layer.running_var, kept_variance(name, entered), rtol=1e-9, atol=0)
 
@@ -117,7 +117,7 @@ def test_epsilon_does_not_leak_into_the_running_variance(name):
 @each_statistical
 def test_bessels_factor_counts_images_and_pixels(name):
     """With n = N·H·W = 8; from N alone, or not at all, it would be another number."""
-    layer, entered = settled(name, randn(1, 3, 2, 2, seed=0).expand(2, -1, -1, -1))
+    layer, entered = converged(name, randn(1, 3, 2, 2, seed=0).expand(2, -1, -1, -1))
     torch.testing.assert_close(layer.running_var, kept_variance(name, entered), rtol=1e-9, atol=0)
 
 
@@ -135,7 +135,7 @@ def test_no_batch_size_is_fixed(name):
 
 @each_norm
 def test_state_dict_holds_all_that_training_changed(name):
-    """A fresh conversion that loads it evaluates the same, and goes on training the same."""
+    """Another network that loads it trains and evaluates the same."""
     net = memnorm.convert(chain(), name)
     for seed in range(5):
         step(net, 4, seed=seed)

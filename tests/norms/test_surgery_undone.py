@@ -1,4 +1,4 @@
-"""The way back from norms that changed more than the norms, and statistics tools on them."""
+"""`to_batchnorm` and statistics tools for norms that change more of the model than its norms."""
 
 import copy
 
