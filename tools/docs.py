@@ -22,7 +22,7 @@ from memnorm.lab.evidence import STUDIES
 from memnorm.lab.evidence.findings import Findings
 from memnorm.lab.report.model import final
 from memnorm.lab.report.verdict import verdict
-from memnorm.lab.statistics import Sample
+from memnorm.lab.significance import Sample
 from memnorm.lab.store import RunFolder, Store, StoredRun
 
 # the comparison that `memnorm demo` shows

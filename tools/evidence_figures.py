@@ -9,7 +9,7 @@ from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.findings import STUCK, Findings, Found
 from memnorm.lab.report import figures, plot
 from memnorm.lab.report.model import Family, Page
-from memnorm.lab.statistics import Sample
+from memnorm.lab.significance import Sample
 
 TITLES = {
     "-seeds.svg": "error of each seed",

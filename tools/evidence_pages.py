@@ -39,7 +39,7 @@ from memnorm.lab.evidence.standing import choice, corrected_p, standings
 from memnorm.lab.report import figures, html
 from memnorm.lab.report.collect import collect
 from memnorm.lab.report.model import RECALIBRATED, Grid, Section
-from memnorm.lab.statistics import number
+from memnorm.lab.significance import number
 
 MEASURED = ("recalibration", "late_and_literal")  # results of benchmarks that are told here
 TITLE = "Memorized Batch Normalization: the runs behind our evidence"

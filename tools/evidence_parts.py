@@ -8,7 +8,7 @@ from evidence_tables import BASE, NOT_RUN, OURS, failures, markdown_row
 
 from memnorm.lab.evidence.findings import Findings, apart, gap_text
 from memnorm.lab.report.model import RECALIBRATED
-from memnorm.lab.statistics import number
+from memnorm.lab.significance import number
 
 ABLATION = "ablation-resnet8"
 HEAD = ("what is added", "difference", "in points", "seeds")

@@ -11,7 +11,7 @@ from memnorm.lab.evidence.findings import Findings, Found, apart, evidence_text,
 from memnorm.lab.evidence.phases import Phase, phases
 from memnorm.lab.evidence.studies import HEADLINE
 from memnorm.lab.report.model import RECALIBRATED
-from memnorm.lab.statistics import Difference, number
+from memnorm.lab.significance import Difference, number
 
 LITERAL = "tests/lab/test_training_literally.py"
 ROUNDING = 1e-6  # of what steps in float64 have moved; they are apart by far less, a fault by far more

@@ -25,7 +25,7 @@ from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.findings import Findings, Found, apart, gap_text, interval_text, model_name, seeds_text
 from memnorm.lab.evidence.standing import corrected_p, family
 from memnorm.lab.report.verdict import rounded
-from memnorm.lab.statistics import CONFIDENCE, Difference, number
+from memnorm.lab.significance import CONFIDENCE, Difference, number
 from memnorm.text import capital
 
 FIRST, TUNED, HEADLINE = "small-batch-resnet20", "small-batch-resnet20-tuned", "headline-resnet56"

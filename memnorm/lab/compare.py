@@ -16,8 +16,8 @@ from typing import Any
 from memnorm.lab.listen import Outcome
 from memnorm.lab.report.model import memory_mb, step_ms
 from memnorm.lab.report.verdict import Cost, Verdict, verdict
+from memnorm.lab.significance import Sample
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.statistics import Sample
 from memnorm.lab.store import RunFolder, Store, StoredRun
 
 TUNING_SEED = 1000

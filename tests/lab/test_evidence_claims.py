@@ -11,7 +11,7 @@ from evidencekit import BENCH, BETTER, CHEAPER, EQUAL, FIRST, HEADLINE, LONG, TI
 from memnorm.lab.evidence import STUDIES
 from memnorm.lab.evidence.claims import JUDGES, Judgement, Material, judge
 from memnorm.lab.evidence.findings import Findings
-from memnorm.lab.statistics import number
+from memnorm.lab.significance import number
 from memnorm.lab.store import Store
 from memnorm.lab.tables import CLAIMS
 

@@ -4,7 +4,7 @@ import pytest
 from evidencekit import BETTER, FIRST, LONG, TINY, WORSE, found, record, study
 
 from memnorm.lab.evidence.standing import choice, standings, told
-from memnorm.lab.statistics import holm
+from memnorm.lab.significance import holm
 
 
 def arms_of(root, name=FIRST, size=8):

@@ -24,8 +24,8 @@ from memnorm.lab.errors import FAILED, OK
 from memnorm.lab.grid import run_all
 from memnorm.lab.listen import Outcome
 from memnorm.lab.report.families import arm_key, arm_labels
+from memnorm.lab.significance import Sample
 from memnorm.lab.spec import Execution, RunSpec
-from memnorm.lab.statistics import Sample
 from memnorm.lab.store import Store, StoredRun
 from memnorm.text import table
 

@@ -12,8 +12,8 @@ from typing import Any
 from memnorm.lab.evidence.queue import chosen_rate
 from memnorm.lab.evidence.study import Arm, Study
 from memnorm.lab.report.model import RECALIBRATED, Group, final
+from memnorm.lab.significance import CONFIDENCE, Difference, Sample, difference, number, p_text
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.statistics import CONFIDENCE, Difference, Sample, difference, number, p_text
 from memnorm.lab.store import StoredRun
 
 STUCK = 80.0  # percent, of ten classes: an error from here on is no training

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from memnorm.lab.evidence.findings import Found
 from memnorm.lab.report.model import measured
-from memnorm.lab.statistics import Difference, difference
+from memnorm.lab.significance import Difference, difference
 from memnorm.milestones import in_steps
 
 Lines = dict[tuple[int, int], dict[str, Any]]  # of metrics, by seed and iteration

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from memnorm.lab.evidence.findings import Findings, Found, apart, seeds_text, significant
 from memnorm.lab.evidence.study import Study
-from memnorm.lab.statistics import CONFIDENCE, Difference, holm, number, p_text
+from memnorm.lab.significance import CONFIDENCE, Difference, holm, number, p_text
 
 FEW = 2  # seeds that both have: with one degree of freedom hardly anything is told apart
 

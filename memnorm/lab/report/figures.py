@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from memnorm.lab.report.model import RECALIBRATED, Family, FigureView, Group, Page, measured
 from memnorm.lab.report.plot import Line, Plot, draw
+from memnorm.lab.significance import Sample, number
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.statistics import Sample, number
 from memnorm.lab.store import StoredRun
 
 ARM_COLOURS = {"BN": "orange", "MBN": "blue", "BRN": "green", "NORMPROP": "purple"}

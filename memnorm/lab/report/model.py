@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from memnorm.lab.report.verdict import Cost, Verdict
+from memnorm.lab.significance import Sample
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.statistics import Sample
 from memnorm.lab.store import StoredRun
 from memnorm.lab.tables.parts import Cell, Curve, Figure, Table
 

@@ -22,7 +22,7 @@ from memnorm.lab.report.model import (
     progress,
     step_ms,
 )
-from memnorm.lab.statistics import Sample, number
+from memnorm.lab.significance import Sample, number
 from memnorm.lab.store import StoredRun
 from memnorm.lab.tables.parts import Cell
 

@@ -24,7 +24,7 @@ from memnorm.lab.report.model import (
     progress,
     step_ms,
 )
-from memnorm.lab.statistics import Sample
+from memnorm.lab.significance import Sample
 from memnorm.lab.store import StoredRun
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")

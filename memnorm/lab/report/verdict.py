@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memnorm.lab.statistics import CONFIDENCE, Difference, Sample, difference, holm, number, p_text
+from memnorm.lab.significance import CONFIDENCE, Difference, Sample, difference, holm, number, p_text
 from memnorm.text import capital
 
 MANY = 4  # arms; with more of them not every pair is told
