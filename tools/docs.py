@@ -20,8 +20,8 @@ import protocol_page
 from memnorm.lab.disk import write_text
 from memnorm.lab.evidence import STUDIES
 from memnorm.lab.evidence.findings import Findings
-from memnorm.lab.report.model import final
-from memnorm.lab.report.verdict import verdict
+from memnorm.lab.evidence.sentences import verdict
+from memnorm.lab.group import final
 from memnorm.lab.significance import Sample
 from memnorm.lab.store import RunFolder, Store, StoredRun
 

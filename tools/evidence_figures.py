@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from memnorm.lab.comparison import Comparison
 from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.findings import STUCK, Findings, Found
 from memnorm.lab.report import figures, plot
-from memnorm.lab.report.model import Family, Page
+from memnorm.lab.report.model import Page
 from memnorm.lab.significance import Sample
 
 TITLES = {
@@ -38,7 +39,7 @@ def title(name: str, study: Study) -> str:
 
 def pictures(found: Findings) -> dict[str, str]:
     """Every figure for which there are runs, by file name."""
-    families: list[Family] = []
+    families: list[Comparison] = []
     of_each_seed: dict[str, str] = {}
     for study in found.studies:
         arms = found.arms(study)
@@ -53,14 +54,14 @@ def pictures(found: Findings) -> dict[str, str]:
             families += _family(f"{study.name}-{size}.svg", study, found.arms(study, size))
     drawn = figures.pictures(Page("", (), (), (), tuple(families), (), ()))
     return of_each_seed | {
-        name: plot.standing_alone(picture.panels[0].svg, f"{picture.panels[0].description} {picture.caption}")
+        name: plot.standalone(picture.panels[0].svg, f"{picture.panels[0].description} {picture.caption}")
         for name, picture in drawn.items()
     }
 
 
-def _family(name: str, study: Study, arms: Sequence[Found], recalibrated: bool = False) -> list[Family]:
+def _family(name: str, study: Study, arms: Sequence[Found], recalibrated: bool = False) -> list[Comparison]:
     groups = tuple((one.label, one.group) for one in arms if one.group)
-    return [Family(name, study.title, "", groups, None, recalibrated)] if groups else []
+    return [Comparison(name, study.title, "", groups, None, recalibrated)] if groups else []
 
 
 def seeds(errors: Mapping[str, Sequence[float]]) -> str:

@@ -36,9 +36,10 @@ from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.claims import Material
 from memnorm.lab.evidence.findings import Findings, apart, compared
 from memnorm.lab.evidence.standing import choice, corrected_p, standings
+from memnorm.lab.group import RECALIBRATED
 from memnorm.lab.report import figures, html
 from memnorm.lab.report.collect import collect
-from memnorm.lab.report.model import RECALIBRATED, Grid, Section
+from memnorm.lab.report.model import Grid, Section
 from memnorm.lab.significance import number
 
 MEASURED = ("recalibration", "late_and_literal")  # results of benchmarks that are told here
@@ -238,7 +239,7 @@ def report(found: Findings, root: Any) -> str | None:
         Grid(one.title, head(one), [row(found, arm) for arm in found.arms(one)], verdicts(found, one)) for one in done
     ]
     content = collect([root], title=TITLE, only=specs, sections=[Section("The studies", [ABOUT], grids)])
-    content = replace(content, families=tuple(replace(family, verdict=None) for family in content.families))
+    content = replace(content, comparisons=tuple(replace(one, verdict=None) for one in content.comparisons))
     return html.render(content, figures.pictures(content))
 
 

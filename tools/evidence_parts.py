@@ -7,7 +7,7 @@ from typing import NamedTuple
 from evidence_tables import BASE, NOT_RUN, OURS, failures, markdown_row
 
 from memnorm.lab.evidence.findings import Findings, apart, gap_text
-from memnorm.lab.report.model import RECALIBRATED
+from memnorm.lab.group import RECALIBRATED
 from memnorm.lab.significance import number
 
 ABLATION = "ablation-resnet8"

@@ -10,7 +10,7 @@ from evidence_tables import BASE, NOT_RUN, OURS, markdown_row, than_printed
 from memnorm.lab.evidence.findings import Findings, Found, apart, evidence_text, gap_text, model_name
 from memnorm.lab.evidence.phases import Phase, phases
 from memnorm.lab.evidence.studies import HEADLINE
-from memnorm.lab.report.model import RECALIBRATED
+from memnorm.lab.group import RECALIBRATED
 from memnorm.lab.significance import Difference, number
 
 LITERAL = "tests/lab/test_training_literally.py"

@@ -23,8 +23,8 @@ from evidence_tables import (
 
 from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.findings import Findings, Found, apart, gap_text, interval_text, model_name, seeds_text
+from memnorm.lab.evidence.sentences import rounded
 from memnorm.lab.evidence.standing import corrected_p, family
-from memnorm.lab.report.verdict import rounded
 from memnorm.lab.significance import CONFIDENCE, Difference, number
 from memnorm.text import capital
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from memnorm.lab.evidence import Study
 from memnorm.lab.evidence.findings import STUCK, Findings, Found, apart, gap_text
 from memnorm.lab.evidence.standing import standings, told
-from memnorm.lab.report.model import RECALIBRATED
+from memnorm.lab.group import RECALIBRATED
 from memnorm.lab.significance import number
 from memnorm.lab.store import StoredRun
 from memnorm.text import capital

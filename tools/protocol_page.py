@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memnorm.lab.compare import TUNING_SEED
 from memnorm.lab.evidence import Arm, Study
 from memnorm.lab.evidence.findings import STUCK
 from memnorm.lab.evidence.study import TRIAL_SHARE
+from memnorm.lab.experiment import TUNING_SEED
 from memnorm.lab.spec import RunSpec
 
 PAPER = RunSpec()

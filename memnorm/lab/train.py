@@ -17,7 +17,7 @@ import torch
 
 from memnorm.errors import NothingToRecord
 from memnorm.lab import checkpoint, environment
-from memnorm.lab.arms import why_not
+from memnorm.lab.arms import registered
 from memnorm.lab.data import Data, epoch_length
 from memnorm.lab.disk import replacing
 from memnorm.lab.errors import Interrupted, LabError, UsageError
@@ -26,6 +26,7 @@ from memnorm.lab.processes import Team, leads
 from memnorm.lab.signals import stop_signals
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Onlooker, RunFolder, Store
+from memnorm.lab.tables import unsupported
 from memnorm.lab.training import (
     Tally,
     Training,
@@ -53,7 +54,7 @@ def run(
     done = folder.result()
     if done is not None:
         return done
-    reason = why_not(spec)
+    reason = unsupported(spec, registered())
     if reason:
         raise UsageError(reason)
     data = load_data(spec, data_root)

@@ -23,9 +23,10 @@ from labkit import (
 import memnorm
 from memnorm.errors import MemnormError
 from memnorm.lab import checkpoint
-from memnorm.lab.arms import why_not
+from memnorm.lab.arms import registered
 from memnorm.lab.disk import explained
 from memnorm.lab.errors import LabError
+from memnorm.lab.tables import unsupported
 from memnorm.lab.train import run
 
 pytestmark = pytest.mark.usefixtures("no_git")
@@ -55,8 +56,8 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(store, arm):
 @pytest.mark.parametrize("norm", memnorm.norms.available())
 def test_a_run_of_any_norm_ends_as_undisturbed(store, norm, scheme):
     spec = LONG.but(norm=norm, scheme=scheme)
-    if why_not(spec):
-        pytest.skip(why_not(spec))
+    if unsupported(spec, registered()):
+        pytest.skip(unsupported(spec, registered()))
     crash(spec, store, at=7)
     crash(spec, store, at=14)
     assert_ends_as_undisturbed(spec, store, began=13)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memnorm.lab.arms import why_not
+from memnorm.lab.arms import registered
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
 from memnorm.lab.cli.queue import queue_text, seconds_here, still, total
@@ -20,6 +20,7 @@ from memnorm.lab.grid import run_all
 from memnorm.lab.listen import Together
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import check_root
+from memnorm.lab.tables import unsupported
 from memnorm.text import suggestion, table
 
 EXAMPLES = """
@@ -130,7 +131,7 @@ def carry_out(studies: Sequence[Study], records: Records, now: Plan, arguments: 
         return OK
     records.prepare()
     for spec in (*now.ready, *now.locked):
-        reason = why_not(spec)
+        reason = unsupported(spec, registered())
         if reason:
             raise UsageError(f"{spec.arm}: {reason}")
     ensure(sorted({spec.data for spec in now.ready}), arguments.data_root, arguments.download)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memnorm.lab import estimate_time, report
-from memnorm.lab.arms import registered, why_not
+from memnorm.lab.arms import registered
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
 from memnorm.lab.cli.queue import queue_json, queue_text, seconds_here, still, total
@@ -19,7 +19,7 @@ from memnorm.lab.errors import FAILED, OK, LabError, UsageError
 from memnorm.lab.grid import run_all
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.tables import FIGURES, RULES, SCALES, TABLES, Cell, Item, at_scale, select, unique_specs
+from memnorm.lab.tables import FIGURES, RULES, SCALES, TABLES, Cell, Item, at_scale, select, unique_specs, unsupported
 from memnorm.text import table
 
 EXAMPLES = """
@@ -94,7 +94,7 @@ def entry(item: Item, scale: str, seeds: Sequence[int]) -> Entry:
     if spec is None:
         return Entry(item, (), item.part.note if isinstance(item.part, Cell) else "does not apply")
     scaled = at_scale(spec, scale)
-    return Entry(item, tuple(scaled.but(seed=seed) for seed in seeds), why_not(scaled))
+    return Entry(item, tuple(scaled.but(seed=seed) for seed in seeds), unsupported(scaled, registered()))
 
 
 def carry_out(
@@ -119,7 +119,7 @@ def carry_out(
             launcher=arguments.launcher,
             listener=listener,
         )
-    written = report.write([arguments.runs], arguments.out, registered=registered())
+    written = report.write(report.collect([arguments.runs], registered=registered()), arguments.out)
     if arguments.json:
         print(json.dumps([{"run": one.spec.name, "status": one.status, "message": one.message} for one in outcomes]))
     else:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from memnorm.lab.arms import why_not
+from memnorm.lab.arms import registered
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, parse, parser
 from memnorm.lab.console import watching
@@ -15,6 +15,7 @@ from memnorm.lab.listen import relay
 from memnorm.lab.processes import launched, leads
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
+from memnorm.lab.tables import unsupported
 from memnorm.lab.train import run
 
 EXAMPLES = """
@@ -43,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     spec, execution = filled(RunSpec, arguments), filled(Execution, arguments)
     if spec.processes == 1:
         spec = spec.but(processes=launched())
-    reason = why_not(spec)
+    reason = unsupported(spec, registered())
     if reason:
         raise UsageError(reason)
     ensure([spec.data], arguments.data_root, arguments.download)

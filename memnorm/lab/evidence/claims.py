@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from memnorm.lab.bench.clock import geometric_mean
 from memnorm.lab.evidence.findings import STUCK, Findings, Found, apart, evidence_text, over_common_seeds, significant
-from memnorm.lab.report.model import measured
+from memnorm.lab.group import measured
 from memnorm.lab.significance import Difference, Sample, number
 from memnorm.lab.store import StoredRun
 from memnorm.lab.tables import Claim

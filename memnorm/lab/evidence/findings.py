@@ -11,7 +11,7 @@ from typing import Any
 
 from memnorm.lab.evidence.queue import chosen_rate
 from memnorm.lab.evidence.study import Arm, Study
-from memnorm.lab.report.model import RECALIBRATED, Group, final
+from memnorm.lab.group import RECALIBRATED, Group, final
 from memnorm.lab.significance import CONFIDENCE, Difference, Sample, difference, number, p_text
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import StoredRun

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from memnorm.lab.evidence.findings import Found
-from memnorm.lab.report.model import measured
+from memnorm.lab.group import measured
 from memnorm.lab.significance import Difference, difference
 from memnorm.milestones import in_steps
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from memnorm.lab.compare import choose_rates
 from memnorm.lab.evidence.study import Arm, Study
+from memnorm.lab.experiment import choose_rates
 from memnorm.lab.listen import Outcome
 from memnorm.lab.spec import RunSpec
 

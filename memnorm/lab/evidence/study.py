@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memnorm.lab.compare import TUNING_SEED
+from memnorm.lab.experiment import TUNING_SEED
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.tables import Cell
 

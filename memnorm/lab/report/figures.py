@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memnorm.lab.report.model import RECALIBRATED, Family, FigureView, Group, Page, measured
+from memnorm.lab.comparison import Comparison
+from memnorm.lab.group import RECALIBRATED, Group, measured
+from memnorm.lab.report.model import FigureView, Page
 from memnorm.lab.report.plot import Line, Plot, draw
 from memnorm.lab.significance import Sample, number
 from memnorm.lab.spec import RunSpec
@@ -42,13 +44,13 @@ class Picture:
 def pictures(page: Page) -> dict[str, Picture]:
     """Every figure of a report, by the name of its view."""
     found = {view.name: _of_the_paper(view) for scale in page.scales for view in scale.figures}
-    shared = colours(sorted({arm for family in page.families for arm in family.arms}))
-    for family in page.families:
-        paint = {arm: shared[arm] for arm in family.arms}
-        crowded = len(set(paint.values())) < len(set(map(_norm, family.arms)))
-        picture = _of_a_family(family, colours(family.arms) if crowded else paint)
+    shared = colours(sorted({arm for comparison in page.comparisons for arm in comparison.arms}))
+    for comparison in page.comparisons:
+        paint = {arm: shared[arm] for arm in comparison.arms}
+        crowded = len(set(paint.values())) < len(set(map(_norm, comparison.arms)))
+        picture = _of_a_comparison(comparison, colours(comparison.arms) if crowded else paint)
         if picture is not None:
-            found[family.name] = picture
+            found[comparison.name] = picture
     return {name: picture for name, picture in found.items() if picture.panels}
 
 
@@ -174,40 +176,42 @@ def _milestones(groups: Sequence[Group], lines: Sequence[Line]) -> list[float]:
     return [ends.copy().pop() * one for one in next(iter(plans))[1]]
 
 
-def _of_a_family(family: Family, paint: Mapping[str, str]) -> Picture | None:
+def _of_a_comparison(comparison: Comparison, paint: Mapping[str, str]) -> Picture | None:
     """Error against batch size; with a single batch size, error over the run."""
-    sizes = sorted({group.spec.batch_size for _, group in family.groups})
-    single = one_forward([group.spec for _, group in family.groups])
+    sizes = sorted({group.spec.batch_size for _, group in comparison.groups})
+    single = one_forward([group.spec for _, group in comparison.groups])
     picture = (
-        _against_batch_size(family, sizes, single, paint) if len(sizes) > 1 else _over_the_run(family, single, paint)
+        _against_batch_size(comparison, sizes, single, paint)
+        if len(sizes) > 1
+        else _over_the_run(comparison, single, paint)
     )
     if picture is None or not single:
         return picture
     return replace(picture, caption=f"{picture.caption} {DASH_NOTE}")
 
 
-def _over_the_run(family: Family, single: set[str], paint: Mapping[str, str]) -> Picture | None:
+def _over_the_run(comparison: Comparison, single: set[str], paint: Mapping[str, str]) -> Picture | None:
     lines: list[Line] = []
-    for label, group in family.groups:
+    for label, group in comparison.groups:
         dashed = group.spec.arm in single
         lines += _curve(group, "train_error", paint[label], False, dashed, "")
         lines += _curve(group, "test_error", paint[label], True, dashed, label)
     if all(len(line.points) < 2 for line in lines):
         return None
-    groups = [group for _, group in family.groups]
+    groups = [group for _, group in comparison.groups]
     panel = _curves_panel("", lines, groups, ["test_error", "train_error"])
     caption = " ".join(["Thin: training error. Bold: test error.", *_seed_notes(groups)])
-    return Picture(family.name, "Error over the run", caption, (panel,))
+    return Picture(comparison.name, "Error over the run", caption, (panel,))
 
 
 def _against_batch_size(
-    family: Family, sizes: Sequence[int], single: set[str], paint: Mapping[str, str]
+    comparison: Comparison, sizes: Sequence[int], single: set[str], paint: Mapping[str, str]
 ) -> Picture | None:
     lines: list[Line] = []
     told = []
-    for arm in family.arms:
-        groups = [group for label, group in family.groups if label == arm]
-        samples = [(float(sizes.index(one.spec.batch_size)), _sample(one, family.recalibrated)) for one in groups]
+    for arm in comparison.arms:
+        groups = [group for label, group in comparison.groups if label == arm]
+        samples = [(float(sizes.index(one.spec.batch_size)), _sample(one, comparison.recalibrated)) for one in groups]
         own = _arm_lines(arm, samples, paint[arm], groups[0].spec.arm in single)
         lines += own
         if own:
@@ -216,14 +220,14 @@ def _against_batch_size(
         return None
     values = [y for line in lines for _, y in line.points]
     limits = _limits(min(values), 1.08 * max(values))
-    failed = [(label, group) for label, group in family.groups if group.having("diverged")]
+    failed = [(label, group) for label, group in comparison.groups if group.having("diverged")]
     lines += [
         Line([(float(sizes.index(group.spec.batch_size)), limits[1])], paint[label], cross=True)
         for label, group in failed
     ]
     ticks = [(float(index), str(size)) for index, size in enumerate(sizes)]
-    what = "held-out error (%)" if family.groups[0][1].spec.holdout else "test error (%)"
-    what = what.replace(" (%)", ", recalibrated (%)") if family.recalibrated else what
+    what = "held-out error (%)" if comparison.groups[0][1].spec.holdout else "test error (%)"
+    what = what.replace(" (%)", ", recalibrated (%)") if comparison.recalibrated else what
     svg = draw(Plot(lines, "batch size", what, limits, ticks=ticks))
     panel = Panel("", svg, f"{what} against batch size. {'; '.join(told)}.")
     caption = ["Dots: mean error at the last evaluation, with a bar of one standard deviation; small dots: seeds."]
@@ -232,7 +236,7 @@ def _against_batch_size(
         f"{group.spec.batch_size}."
         for label, group in failed
     ]
-    return Picture(family.name, "Error against batch size", " ".join(caption), (panel,))
+    return Picture(comparison.name, "Error against batch size", " ".join(caption), (panel,))
 
 
 def _sample(group: Group, recalibrated: bool) -> Sample | None:

@@ -214,7 +214,7 @@ def placed(svg: str, name: str, description: str) -> str:
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(description)}" ', 1)
 
 
-def standing_alone(svg: str, description: str) -> str:
+def standalone(svg: str, description: str) -> str:
     """As a file: with its own colours for light and for dark, and a title."""
     light = "".join(f"--{name}:{one};" for name, (one, _) in COLOURS.items())
     dark = "".join(f"--{name}:{one};" for name, (_, one) in COLOURS.items())

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memnorm.lab.comparison import Comparison
+from memnorm.lab.group import Group, best, condition, measured, memory_mb, progress, step_ms
 from memnorm.lab.report.model import (
     APART,
     NOT_APPLICABLE,
     CellView,
-    Family,
     FigureView,
-    Group,
     Page,
     ScaleView,
     TableView,
-    best,
-    condition,
-    mean,
-    measured,
-    memory_mb,
-    progress,
-    step_ms,
 )
 from memnorm.lab.significance import Sample, number
 from memnorm.lab.store import StoredRun
@@ -157,13 +150,17 @@ def run_rows(group: Group) -> list[tuple[str, ...]]:
     return [run_row(run) for run in group.runs]
 
 
-FAMILY_HEADER = ("norm", "batch", "learning rate", "iterations", "error (%)", "best (%)", "ms/step", "peak memory")
+TESTS_CAPTION = (
+    "Significance tests against the norm with the lowest error. Differences are in points of error; p-values are "
+    "Holm-corrected, intervals are not."
+)
+COMPARISON_HEADER = ("norm", "batch", "learning rate", "iterations", "error (%)", "best (%)", "ms/step", "peak memory")
 
 
-def family_rows(family: Family) -> list[tuple[str | Shown, ...]]:
+def comparison_rows(comparison: Comparison) -> list[tuple[str | Shown, ...]]:
     """A row per arm and batch size; the best is the mean of each seed's lowest error."""
     rows: list[tuple[str | Shown, ...]] = []
-    for label, group in family.groups:
+    for label, group in comparison.groups:
         lowest = [found[0] for run in group.having("finished") if (found := best(run))]
         cost = group.cost
         rows.append(
@@ -173,7 +170,7 @@ def family_rows(family: Family) -> list[tuple[str | Shown, ...]]:
                 f"{group.spec.base_learning_rate:.4g}",
                 f"{group.spec.iterations:,}",
                 sampled(group.sample(), group, group.trouble, "no number"),
-                "–" if not lowest else number(mean(lowest) or 0.0),
+                "–" if not lowest else number(Sample(lowest).mean),
                 milliseconds(cost.step_ms),
                 megabytes(cost.memory_mb),
             )
@@ -226,13 +223,13 @@ ACCOUNT = (
 
 
 @dataclass(frozen=True)
-class Part:
-    """A chapter of the report: the paper at one scale, or the other runs."""
+class Chapter:
+    """The paper at one scale, or the comparisons."""
 
     anchor: str
     title: str
     scale: ScaleView | None = None
-    families: tuple[Family, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -242,12 +239,14 @@ class Part:
         return not any(one.group for table in self.scale.tables for one in table.cells)
 
 
-def parts(page: Page) -> list[Part]:
+def chapters(page: Page) -> list[Chapter]:
     """What has results first, the smoke check after it, and tables that nothing was run for last."""
-    scales = {scale.scale: Part(scale.scale, SCALE_TITLES[scale.scale], scale) for scale in page.scales}
+    scales = {scale.scale: Chapter(scale.scale, SCALE_TITLES[scale.scale], scale) for scale in page.scales}
     found = [scales[name] for name in ("paper", "reduced") if name in scales and not scales[name].empty]
-    if page.families:
-        found.append(Part("others", "Other runs" if found or "smoke" in scales else "Runs", families=page.families))
+    if page.comparisons:
+        found.append(
+            Chapter("others", "Other runs" if found or "smoke" in scales else "Runs", comparisons=page.comparisons)
+        )
     found += [scales["smoke"]] if "smoke" in scales else []
     return found + ([scales["paper"]] if "paper" in scales and scales["paper"].empty else [])
 

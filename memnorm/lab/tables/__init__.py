@@ -26,7 +26,7 @@ from memnorm.lab.tables.claims_on_method import ON_METHOD
 from memnorm.lab.tables.claims_on_results import ON_RESULTS
 from memnorm.lab.tables.parts import Cell, Curve, Figure, Table
 from memnorm.lab.tables.protocol import RULES, SCALES, Scale, at_scale
-from memnorm.lab.tables.selection import Catalogue, Item, unique_specs, why_not
+from memnorm.lab.tables.selection import Catalogue, Item, unique_specs, unsupported
 
 __all__ = [
     "CLAIMS",
@@ -46,7 +46,7 @@ __all__ = [
     "places",
     "select",
     "unique_specs",
-    "why_not",
+    "unsupported",
 ]
 
 TABLES: dict[str, Table] = {
