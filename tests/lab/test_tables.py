@@ -371,6 +371,6 @@ def test_the_numbers_in_a_remark_follow_from_the_tables(claim, table, worse, bet
 
 
 def test_the_tables_do_without_torch():
-    program = "import sys, memnorm.lab.tables, memnorm.lab.estimate_time; print('torch' in sys.modules)"
+    program = "import sys, memnorm.lab.tables, memnorm.lab.duration; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout.split() == ["False"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
-from memnorm.lab import estimate_time
+from memnorm.lab import duration
 from memnorm.lab.checkpoint import reached
 from memnorm.lab.console import stderr
 from memnorm.lab.environment import machine
@@ -17,8 +17,8 @@ from memnorm.text import table
 def seconds_here(specs: Sequence[RunSpec], stored: Iterable[StoredRun], threads: int) -> dict[str, float]:
     """Seconds of each run on this machine, by digest."""
     stderr().print("measuring this machine …", markup=False)
-    known = estimate_time.measured(stored, threads, machine())
-    return estimate_time.estimate(specs, threads=threads, known=known)
+    known = duration.measured(stored, threads, machine())
+    return duration.estimate(specs, threads=threads, known=known)
 
 
 def still(specs: Iterable[RunSpec], seconds: Mapping[str, float], runs: Store) -> dict[str, float]:
@@ -34,7 +34,7 @@ def still(specs: Iterable[RunSpec], seconds: Mapping[str, float], runs: Store) -
 
 def total(specs: Iterable[RunSpec], seconds: Mapping[str, float], jobs: int = 0) -> str:
     """How long these runs take, so many side by side."""
-    return estimate_time.human(sum(seconds.get(spec.digest, 0.0) for spec in specs) / max(jobs, 1))
+    return duration.human(sum(seconds.get(spec.digest, 0.0) for spec in specs) / max(jobs, 1))
 
 
 def queue_text(todo: Sequence[RunSpec], done: int, seconds: Mapping[str, float], jobs: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memnorm.lab import estimate_time, report
+from memnorm.lab import duration, report
 from memnorm.lab.arms import registered
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
@@ -178,7 +178,7 @@ def listing(
             row["name"],
             row["cell"],
             "" if row["paper"] is None else f"{row['paper']:.2f}",
-            "" if row["seconds"] is None else estimate_time.human(row["seconds"]),
+            "" if row["seconds"] is None else duration.human(row["seconds"]),
             row["status"],
         )
         for row in rows
