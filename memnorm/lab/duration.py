@@ -1,8 +1,8 @@
 """How long runs take on this machine: time a few steps of each kind of run, multiply by the number of steps.
 
-A step at a large batch would take long to time. It is extrapolated from two small batches, along a line. A forward
-without backward counts as a third of a step. The estimate leaves out reading the data, and its error is about a third:
-enough to distinguish minutes from days. The time of a stored step, where there is one, is preferred.
+Each model and norm is timed at two small batches; other batch sizes lie on the line through them. A forward without
+backward counts as a third of a step. Reading the data is left out. The error is about a third: enough to distinguish
+minutes from days. The time of a stored step, where there is one, is preferred.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 FORWARD = 1 / 3  # of a training step
 PIXELS = 8 * 32 * 32  # in a timed batch, so that ImageNet's networks are timed with two images
-REPEATS, LONGEST = 3, 0.5  # timed steps at most; seconds after which one is enough
-_TIMED: dict[tuple[str, int], float] = {}  # by `same_step` and threads
+REPEATS, LONGEST = 2, 0.2  # timed steps at most; seconds after which one is enough
+_LINES: dict[tuple[str, int], tuple[float, float]] = {}  # what was timed, by kind of step and threads
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def estimate(
     for spec in specs:
         key = same_step(spec)
         if key not in known:
-            known[key] = _step_seconds(key, spec, threads)
+            known[key] = _step_seconds(spec, threads)
         if not math.isnan(known[key]):
             found[spec.digest] = _run_seconds(spec, known[key])
     return found
@@ -78,27 +78,30 @@ def _run_seconds(spec: RunSpec, step: float) -> float:
     return spec.iterations * step + images * forward
 
 
-def _step_seconds(key: str, spec: RunSpec, threads: int) -> float:
-    """Seconds of an optimizer step, timed once per process; NaN if it cannot be timed."""
+def _step_seconds(spec: RunSpec, threads: int) -> float:
+    """Seconds of an optimizer step; NaN if it cannot be timed."""
     facts = facts_of(spec)
-    if facts is not None and (key, threads) not in _TIMED:
-        _TIMED[key, threads] = math.nan
-        with contextlib.suppress(MemnormError, ValueError), _measuring(threads):  # ValueError: BN of a single value
-            _TIMED[key, threads] = spec.accumulate * _extrapolated(spec, facts)
-    return _TIMED.get((key, threads), math.nan)
+    kind = same_step(spec.but(batch_size=spec.processes, accumulate=1))
+    if facts is None:
+        return math.nan
+    if (kind, threads) not in _LINES:
+        _LINES[kind, threads] = math.nan, math.nan
+        with contextlib.suppress(MemnormError), _measuring(threads):
+            _LINES[kind, threads] = _line(spec, facts)
+    fixed, per_image = _LINES[kind, threads]
+    return spec.accumulate * (fixed + spec.batch_size * per_image)
 
 
-def _extrapolated(spec: RunSpec, facts: ImageFacts) -> float:
-    """Time the micro-batch of the run if it is small, else two small ones, and extend the line through them."""
+def _line(spec: RunSpec, facts: ImageFacts) -> tuple[float, float]:
+    """Seconds of a micro-batch as a line over its size: what any batch costs, and what each image adds."""
     large = max(2, PIXELS // (facts.shape[1] * facts.shape[2]))
     small = max(2, large // 4)
-    if spec.batch_size <= large:
-        return time_step(spec, facts)
     seconds = time_step(spec.but(batch_size=large), facts)
     if small == large:
-        return seconds * spec.batch_size / large
-    per_image = (seconds - time_step(spec.but(batch_size=small), facts)) / (large - small)
-    return seconds + (spec.batch_size - large) * max(per_image, 0.0)
+        return 0.0, seconds / large
+    less = min(time_step(spec.but(batch_size=small), facts), seconds)
+    per_image = (seconds - less) / (large - small)
+    return max(less - small * per_image, 0.0), per_image
 
 
 def time_step(spec: RunSpec, facts: ImageFacts) -> float:

@@ -25,7 +25,7 @@ def timed(monkeypatch):
         seen.append(spec.batch_size)
         return 0.1 + 0.01 * spec.batch_size
 
-    monkeypatch.setattr(duration, "_TIMED", {})
+    monkeypatch.setattr(duration, "_LINES", {})
     monkeypatch.setattr(duration, "time_step", time_step)
     return seen
 
@@ -49,15 +49,21 @@ def test_a_run_is_its_steps_and_its_evaluations(timed):
 
 
 def test_steps_of_one_kind_are_timed_once(timed):
-    estimate([RUN, RUN.but(seed=1), RUN.but(iterations=7)])
+    estimate([RUN, RUN.but(seed=1), RUN.but(iterations=7), RUN.but(batch_size=3), RUN.but(accumulate=4)])
     estimate([RUN.but(seed=2)])
-    assert timed == [8]
+    assert timed == [8, 2]
 
 
 def test_a_large_batch_is_extrapolated_from_two_small_ones(timed):
     run = RUN.but(batch_size=128, evaluations=1, test_images=1, iterations=10_000)
     assert only(estimate([run])) == pytest.approx(10_000 * (0.1 + 1.28), rel=1e-3)
     assert max(timed) == 8
+
+
+def test_a_noisy_time_makes_no_negative_price(monkeypatch):
+    monkeypatch.setattr(duration, "_LINES", {})
+    monkeypatch.setattr(duration, "time_step", lambda spec, facts: 1 / spec.batch_size)
+    assert only(estimate([RUN.but(batch_size=128)])) > 0
 
 
 def test_large_images_are_timed_two_at_a_time(timed):
@@ -102,7 +108,7 @@ def test_a_step_of_a_real_network_is_timed(monkeypatch, norm, scheme):
 
 
 def test_a_run_that_diverges_in_its_first_step_is_left_out(monkeypatch):
-    monkeypatch.setattr(duration, "_TIMED", {})
+    monkeypatch.setattr(duration, "_LINES", {})
     monkeypatch.setattr("memnorm.lab.training.Training.step", lambda *_: False)
     assert estimate([RUN]) == {}
 
@@ -115,16 +121,16 @@ def test_timing_uses_the_wanted_threads_and_restores_them_and_the_random_state(m
         seen.append(torch.get_num_threads())
         return 1.0
 
-    monkeypatch.setattr(duration, "_TIMED", {})
+    monkeypatch.setattr(duration, "_LINES", {})
     monkeypatch.setattr(duration, "time_step", time_step)
     estimate([RUN], threads=before + 1)
-    assert seen == [before + 1]
+    assert set(seen) == {before + 1}
     assert torch.get_num_threads() == before
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_fastest_step_counts_and_the_first_does_not(monkeypatch):
-    clock = iter([0, 1, 10, 14, 20, 23, 30, 35])
+    clock = iter([0, 1, 10, 14, 20, 23])
     monkeypatch.setattr(duration, "LONGEST", 100.0)
     monkeypatch.setattr(duration, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert duration.time_step(RUN, facts_of(RUN)) == 3
