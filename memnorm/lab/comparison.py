@@ -46,7 +46,7 @@ class Comparison:
 
 
 def groups_of(runs: Iterable[StoredRun]) -> list[Group]:
-    """One group for each specification, seed apart."""
+    """One group for each specification without its seed."""
     by_key: dict[str, list[StoredRun]] = {}
     for run in runs:
         by_key.setdefault(identity(run.spec), []).append(run)

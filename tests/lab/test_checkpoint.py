@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder, damage):
     found, complaints = read(folder)
     assert found == [10]
     assert complaints == [
-        f"{path.name} cannot be read (its bytes are not those that were written); going back to the one before"
+        f"{path.name} cannot be read (its bytes do not match the hash in its name); using the one before"
     ]
 
 

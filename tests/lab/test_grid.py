@@ -12,9 +12,9 @@ from nursery import GridEar, Nursery, eventually, session_of, shared_nursery
 from memnorm.lab import grid
 from memnorm.lab.errors import DataMissing, Interrupted, UsageError
 from memnorm.lab.listen import Relay
+from memnorm.lab.runner import run
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
 
 GOOD = [tiny(seed=seed, iterations=6) for seed in range(3)]
 FAILING = tiny(model="labkit:refuse")
@@ -192,8 +192,8 @@ def test_a_worker_that_is_killed_costs_its_run_only_and_is_replaced(nursery, sto
     assert statuses(heard) == [(slow[0].name, "failed"), (slow[1].name, "finished"), (GOOD[0].name, "finished")]
     (ended,) = [line for line in heard if line.startswith(f"ended {slow[0].name} ")]
     assert ended.endswith(
-        "failed its process ended: killed by signal 9 (often: out of memory; try fewer --jobs); the same command goes "
-        "on with it"
+        "failed its process ended: killed by signal 9 (often: out of memory; try fewer --jobs); the same command "
+        "resumes it"
     )
     assert leaves_nothing(leader)
     again = assert_goes_on(nursery, specs, store)
@@ -245,7 +245,7 @@ def test_ctrl_c_saves_every_run_and_leaves_no_process(nursery, store, spawn):
     os.killpg(leader, signal.SIGINT)  # as a terminal does: to all of them
     code, heard = nursery.ended()
     assert code == 130
-    assert heard[-1] == "Interrupted stopped; what was saved is kept, and the same command goes on from there"
+    assert heard[-1] == "Interrupted stopped; what was saved is kept, and the same command resumes from there"
     assert begun(heard) == []
     assert leaves_nothing(leader)
     for spec in slow:

@@ -117,7 +117,7 @@ def test_a_process_that_is_killed_costs_its_run_only_and_the_same_command_goes_o
     outcomes = on_ray(specs, store, EVERY_STEP, listener=Killer(store, SLOW[0]))
     assert [outcome.status for outcome in outcomes] == ["failed", "finished", "finished"]
     assert outcomes[0].message.startswith("its task ended: ")
-    assert outcomes[0].message.endswith("; the same command goes on with it")
+    assert outcomes[0].message.endswith("; the same command resumes it")
     ear = GridEar()
     assert statuses(on_ray(specs, store, listener=ear)) == [(spec, "finished") for spec in specs]
     (line,) = [line for line in ear.heard if line.startswith("began ")]
@@ -193,9 +193,9 @@ def test_a_result_that_is_not_in_the_folder_is_said(store, monkeypatch):
     """As on a cluster whose machines share no files."""
     launch_ray = importlib.import_module("memnorm.lab.launch_ray")
     monkeypatch.setattr(launch_ray, "Store", lambda root: Store(root / "elsewhere"))
-    cluster = launch_ray.Cluster(grid.Work(store.root, PLAIN, None), 0)
-    cluster.work = grid.Work(store.root, PLAIN, None)
-    (outcome,) = grid._oversee(grid._Waiting(GOOD[:1], None), cluster, GridEar())
+    cluster = launch_ray.RayLauncher(grid.RunContext(store.root, PLAIN, None), 0)
+    cluster.context = grid.RunContext(store.root, PLAIN, None)
+    (outcome,) = grid._supervise(grid._Queue(GOOD[:1], None), cluster, GridEar())
     assert outcome.status == "failed"
     assert "--runs must be a folder that all machines share" in outcome.message
 

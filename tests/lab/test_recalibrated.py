@@ -9,7 +9,7 @@ from labkit import ARMS, PLAIN, Ear, content, images_of, timeless, tiny
 import memnorm
 from memnorm.lab.data import EVALUATION_BATCH, Data
 from memnorm.lab.errors import UsageError
-from memnorm.lab.train import run
+from memnorm.lab.runner import run
 from memnorm.lab.training import Training, load_data, recalibration_source, sources
 
 ADDED = ("test_error_recalibrated", "test_loss_recalibrated")

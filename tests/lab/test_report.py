@@ -130,7 +130,9 @@ def test_a_quoted_number_gets_no_run_beside_it(tmp_path):
     assert printed.text == "27.31"
     assert "26.66" not in ours.plain
     apart = present.show_table(table_of(page, "imagenet")).apart
-    assert apart[0].startswith("GoogLeNet, top-1 BN, ours: 26.66 (n = 1). Not beside the print: the paper quotes")
+    assert apart[0].startswith(
+        "GoogLeNet, top-1 BN, ours: 26.66 (n = 1). Not comparable with the printed number: the paper quotes"
+    )
 
 
 def test_a_cell_the_paper_left_empty_is_filled_as_ours(tmp_path):

@@ -29,9 +29,9 @@ from nursery import Nursery, eventually, session_of, shared_nursery
 from PIL import Image
 
 from memnorm.lab.errors import Interrupted, RunHeld
+from memnorm.lab.runner import run
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
 
 pytestmark = pytest.mark.usefixtures("no_git")
 
@@ -113,7 +113,7 @@ def test_a_run_asked_to_stop_saves_and_ends_as_undisturbed(nursery, store, numbe
     code, heard = nursery.ended()
     assert code == 130
     assert heard[-1].startswith("Interrupted stopped at iteration ")
-    assert heard[-1].endswith("of 20; everything is saved, and the same command goes on from here")
+    assert heard[-1].endswith("of 20; everything is saved, and the same command resumes from here")
     assert len(checkpoints(store, spec)) == 1
     at = int(heard[-1].split()[4])
     assert 7 <= at < 20
@@ -154,11 +154,11 @@ def test_a_second_signal_within_the_handler_of_the_first_does_not_hang(tmp_path)
         "        left[0] -= 1\n"
         "        signal.raise_signal(signal.SIGTERM)\n"
         "    return trace\n"
-        "with stop_signals() as wish:\n"
+        "with stop_signals() as request:\n"
         "    sys.settrace(trace)\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "    sys.settrace(None)\n"
-        "    print('asked', wish.asked, left[0] < 200)\n"
+        "    print('asked', request.made, left[0] < 200)\n"
     )
     told = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=20, check=True)
     assert told.stdout.split() == ["asked", "True", "True"]

@@ -26,8 +26,8 @@ from memnorm.lab import checkpoint
 from memnorm.lab.arms import registered
 from memnorm.lab.disk import explained
 from memnorm.lab.errors import LabError
+from memnorm.lab.runner import run
 from memnorm.lab.tables import unsupported
-from memnorm.lab.train import run
 
 pytestmark = pytest.mark.usefixtures("no_git")
 
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_something_else_falls_back_to_the_one_before(store, stat
     ear = assert_ends_as_undisturbed(LONG, store, began=14)
     (message,) = ear.all("message")
     assert message.startswith("a checkpoint does not fit this run (")
-    assert message.endswith("; going back to the one before")
+    assert message.endswith("; using the one before")
 
 
 def test_a_checkpoint_of_another_run_is_not_gone_on_from(store):
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_from(store):
     newest.rename(store.run(LONG).path / newest.name)
     ear = assert_ends_as_undisturbed(LONG, store, began=14)
     assert ear.all("message") == [
-        f"a checkpoint does not fit this run (it is of the run {other.name}); going back to the one before"
+        f"a checkpoint does not fit this run (it belongs to the run {other.name}); using the one before"
     ]
 
 

@@ -17,9 +17,9 @@ from torch import nn
 import memnorm
 from memnorm.lab import environment
 from memnorm.lab.models import build
+from memnorm.lab.runner import run
 from memnorm.lab.spec import Execution
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
 from memnorm.lab.training import Tally, Training, load_data
 
 KEEPING = Execution(threads=1, device="cpu", workers=0, keep_weights=True)

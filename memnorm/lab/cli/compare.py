@@ -33,7 +33,7 @@ examples:
 
 Every norm sees the same number of images, in the same order, from the same initial weights. The learning rate is meant
 for --base-batch-size and is scaled with the batch; --tune chooses one per norm and batch size on held-out training
-images. Timings of runs side by side (--jobs) disturb each other: take them from a run without.
+images. Runs side by side (--jobs) disturb each other's timings: use --jobs 0 to measure them.
 """
 DEFAULTS = {"model": "small", "data": "digits", "scaling": "linear", "base_batch_size": 32, "evaluations": 5}
 NO_VERDICT = Verdict("One norm only: nothing to compare it with.")
@@ -82,7 +82,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def flags() -> Any:
-    made = parser("compare", "Compare norms at several batch sizes, and say what may be concluded.", EXAMPLES)
+    made = parser("compare", "Compare norms at several batch sizes, with significance tests.", EXAMPLES)
     made.add_argument("--config", action="config", help="YAML file with any of these settings")
     asked = made.add_argument_group("the question")
     asked.add_argument("--norms", type=str, default="bn,mbn", help="norms to compare, comma-separated")

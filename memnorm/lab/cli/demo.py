@@ -1,7 +1,6 @@
 """memnorm demo: the equations, the cost on this machine, and a live comparison, in two minutes.
 
-The protocol of the comparison is fixed here, before anything is seen, and no arm is tuned. What comes out is reported
-as it is.
+The protocol of the comparison is fixed here in advance, and no arm is tuned.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ def equations_part(checks: Sequence[equations.Check]) -> Section:
     return Section(
         "The layers against the equations",
         [
-            "Each layer beside the paper's Eq. 5 and Algorithm 1 as a literal program that keeps remembered batches "
-            f"whole (memnorm.reference), in float64. Largest difference found: {largest:.1e}."
+            "Each layer compared with the paper's Eq. 5 and Algorithm 1 as a literal program, which keeps remembered "
+            f"batches whole (memnorm.reference), in float64. Largest difference found: {largest:.1e}."
         ],
         [Grid("", ("what", "largest difference"), [(one.what, f"{one.difference:.1e}") for one in checks])],
     )
@@ -111,12 +110,12 @@ def cost_part(costs: Sequence[Ratio]) -> Section:
             "ResNet-20, batch size 8, whole steps, the arms taking turns. MBN-1 is the memory alone, MBN-2 has "
             "Double-Forward. The second BN shows how far two equal things differ here."
         ],
-        [Grid("", ("norm", "ms a step", "ratio to BN", "middle half of the ratios"), rows)],
+        [Grid("", ("norm", "ms per step", "ratio to BN", "middle half of the ratios"), rows)],
     )
 
 
 def protocol_part() -> Section:
-    """For the page, which shows table, figure and verdict of the runs itself."""
+    """The section of the page, which shows table, figure and verdict itself."""
     return Section("Live comparison", [f"Protocol, fixed beforehand: {PROTOCOL}.", f"This shows more: {MORE}"])
 
 
@@ -133,13 +132,13 @@ def live_part(found: Comparison) -> Section:
 
 
 def recorded_evidence(results: Path) -> list[StoredRun]:
-    """Without the trials that chose a learning rate, which are not measured on test images."""
+    """Finished runs on CIFAR-10, without trials on held-out images."""
     runs = [run for run in Store(results).runs() if run.status == "finished"]
     return [run for run in runs if run.spec.data == "cifar10" and not run.spec.holdout]
 
 
 def recorded_part(runs: Sequence[StoredRun]) -> list[Section]:
-    """What the clone holds of earlier runs on CIFAR-10."""
+    """The recorded runs on CIFAR-10 as a section."""
     groups: dict[str, list[StoredRun]] = {}
     for run in runs:
         groups.setdefault(run.spec.but(seed=0).digest, []).append(run)

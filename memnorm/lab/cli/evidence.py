@@ -12,7 +12,7 @@ from typing import Any
 from memnorm.lab.arms import registered
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
-from memnorm.lab.cli.queue import queue_text, seconds_here, still, total
+from memnorm.lab.cli.queue import queue_text, seconds_here, seconds_left, total
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
 from memnorm.lab.evidence import MINIATURE, STUDIES, Plan, Records, Study, chosen_rate, plan
@@ -106,7 +106,7 @@ def _matches(words: Sequence[str], patterns: Sequence[str]) -> bool:
 def times(now: Plan, records: Records) -> dict[str, float]:
     """Seconds of what is left to do, on one thread."""
     left = (*now.ready, *now.locked)
-    return still(left, seconds_here(left, records.runs(), threads=1), records.work) if left else {}
+    return seconds_left(left, seconds_here(left, records.runs(), threads=1), records.work) if left else {}
 
 
 def listing(studies: Sequence[Study], records: Records, seconds: dict[str, float]) -> str:

@@ -12,7 +12,7 @@ from memnorm.lab import duration, report
 from memnorm.lab.arms import registered
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
-from memnorm.lab.cli.queue import queue_json, queue_text, seconds_here, still, total
+from memnorm.lab.cli.queue import queue_json, queue_text, seconds_here, seconds_left, total
 from memnorm.lab.console import stderr, watching
 from memnorm.lab.environment import cores
 from memnorm.lab.errors import FAILED, OK, LabError, UsageError
@@ -30,7 +30,7 @@ examples:
   memnorm reproduce cifar10 --scale paper --only MBN/ResNet-20 --dry-run
   memnorm reproduce all --scale reduced --launcher ray    on the Ray cluster at RAY_ADDRESS
 
-Interrupt it at will: the same command skips what is finished and goes on with what is not.
+It can be interrupted at any time: the same command skips finished runs and resumes the others.
 """
 
 
@@ -80,9 +80,7 @@ def flags() -> Any:
     asked.add_argument("--out", type=Path, default=Path("report"), help="folder for the report")
     computed = made.add_argument_group("how it is computed")
     computed.add_argument("--jobs", type=int, default=0, help="runs side by side, one process and thread each; 0: here")
-    launcher = (
-        "ray: on the cluster at RAY_ADDRESS, else a local one; --jobs bounds the runs at a time, 0: its processors do"
-    )
+    launcher = "ray: on the cluster at RAY_ADDRESS, else a local one; --jobs limits the runs at a time, 0: one per CPU"
     computed.add_argument("--launcher", choices=("processes", "ray"), default="processes", help=launcher)
     add_fields(computed, Execution)
     add_places(made.add_argument_group("where things are"))
@@ -129,7 +127,7 @@ def carry_out(
 
 
 def status(one: Entry, store: Store, values: bool) -> str:
-    """In words: done, under way, to do, or why not; with the values where they may stand beside the printed ones."""
+    """State of a cell: done, under way, to do, or why it cannot be run; `values` adds the result."""
     if one.obstacle:
         return one.obstacle
     found = [_state(store, spec, one.item, values) for spec in one.specs]
@@ -194,18 +192,18 @@ def listing(
 
 def queue(specs: Sequence[RunSpec], store: Store, seconds: dict[str, float], arguments: Any) -> str:
     todo = [spec for spec in specs if store.run(spec).result() is None]
-    seconds = still(todo, seconds, store)
+    seconds = seconds_left(todo, seconds, store)
     if arguments.json:
         return queue_json(todo, seconds)
     return queue_text(todo, len(specs) - len(todo), seconds, arguments.jobs)
 
 
 def results(entries: Sequence[Entry], store: Store, scale: str) -> str:
-    """Our numbers; the printed ones beside them at the paper's own scale alone."""
-    beside = scale == "paper"
+    """Our numbers; next to the printed ones at paper scale."""
+    printed_too = scale == "paper"
     rows = []
     for one in entries:
-        printed = getattr(one.item.part, "printed", None) if beside else None
-        paper = [("" if printed is None else f"{printed:.2f}")] if beside else []
+        printed = getattr(one.item.part, "printed", None) if printed_too else None
+        paper = [("" if printed is None else f"{printed:.2f}")] if printed_too else []
         rows.append((one.item.name, one.item.part.key, *paper, status(one, store, values=True)))
-    return table([("name", "cell", *(["paper"] if beside else []), "here"), *rows])
+    return table([("name", "cell", *(["paper"] if printed_too else []), "here"), *rows])

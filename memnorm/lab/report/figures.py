@@ -1,7 +1,7 @@
-"""The figures: which runs become which lines. Thin is training error, bold is test error, as in the paper.
+"""The lines of the figures. Thin is training error, bold is test error, as in the paper.
 
-Seeds are drawn as their mean with a band from the lowest to the highest; runs that diverged or are not finished stand
-beside it as faint lines, a cross where one diverged.
+Seeds are drawn as their mean with a band from the lowest to the highest. Runs that diverged or are not finished are
+faint lines, with a cross where one diverged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ARM_COLOURS = {"BN": "orange", "MBN": "blue", "BRN": "green", "NORMPROP": "purpl
 FREE_COLOURS = ("green", "purple", "gold", "brown", "grey", "orange", "blue")
 MODEL_COLOURS = ("orange", "blue", "green", "purple", "gold", "brown", "grey")
 DASH_NOTE = "Dashed: one forward. Solid: two."
-STEEP = 0.1  # of the run: its steep beginning may leave the panel at the top
+STEEP = 0.1  # of the run, whose steep beginning may lie outside the panel
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def colours(styles: Sequence[str]) -> dict[str, str]:
 
 
 def _norm(style: str) -> str:
-    """MBN of MBN-2; an arm with options beside it is not just MBN."""
+    """MBN for MBN-2; a label with options is returned as it is."""
     base, _, forwards = style.partition("-")
     return base if forwards in ("", "1", "2") else style
 
@@ -96,7 +96,7 @@ def _of_the_paper(view: FigureView) -> Picture:
 
 
 def one_forward(specs: Sequence[RunSpec]) -> set[str]:
-    """The arms to draw dashed: one forward, where the same norm also stands there with two."""
+    """The arms to draw dashed: those with one forward whose norm is also there with two."""
     double = {spec.norm for spec in specs if spec.scheme == "double"}
     return {spec.arm for spec in specs if spec.scheme == "single" and spec.norm in double}
 
@@ -122,7 +122,7 @@ def _series(run: StoredRun, metric: str) -> list[tuple[float, float]]:
 
 
 def _curve(group: Group, metric: str, colour: str, bold: bool, dashed: bool, label: str) -> list[Line]:
-    """The mean of the finished runs with its band, and the others one by one."""
+    """The mean of the finished runs with its band, and each other run."""
     finished = [series for run in group.having("finished") if (series := _series(run, metric))]
     lines = []
     for run in group.runs:
@@ -152,7 +152,7 @@ def _curves_panel(title: str, lines: Sequence[Line], groups: Sequence[Group], me
 
 
 def _curve_limits(lines: Sequence[Line]) -> tuple[float, float]:
-    """Room for all but the steep beginning of the curves."""
+    """Limits that fit all but the steep beginning of the curves."""
     last = max(line.points[-1][0] for line in lines)
     settled = [y for line in lines for x, y in line.points if x >= STEEP * last or x == line.points[-1][0]]
     lowest = min(y for line in lines for _, y in line.points)
@@ -168,7 +168,7 @@ def _limits(low: float, high: float) -> tuple[float, float]:
 
 
 def _milestones(groups: Sequence[Group], lines: Sequence[Line]) -> list[float]:
-    """Where the learning rate (and λ) changes, if it is the same place for all."""
+    """The epochs at which the learning rate changes, if they are the same for all."""
     plans = {(group.spec.schedule, group.spec.milestones) for group in groups}
     ends = {max(x for x, _ in line.points) for line in lines if not line.faint}
     if len(plans) != 1 or len(ends) != 1 or next(iter(plans))[0] != "step" or all(len(x.points) < 3 for x in lines):
@@ -208,14 +208,14 @@ def _against_batch_size(
     comparison: Comparison, sizes: Sequence[int], single: set[str], paint: Mapping[str, str]
 ) -> Picture | None:
     lines: list[Line] = []
-    told = []
+    ends = []
     for arm in comparison.arms:
         groups = [group for label, group in comparison.groups if label == arm]
         samples = [(float(sizes.index(one.spec.batch_size)), _sample(one, comparison.recalibrated)) for one in groups]
         own = _arm_lines(arm, samples, paint[arm], groups[0].spec.arm in single)
         lines += own
         if own:
-            told.append(f"{arm} " + ", ".join(f"{number(y, 1)} at {sizes[int(x)]}" for x, y in own[0].points))
+            ends.append(f"{arm} " + ", ".join(f"{number(y, 1)} at {sizes[int(x)]}" for x, y in own[0].points))
     if not lines:
         return None
     values = [y for line in lines for _, y in line.points]
@@ -229,7 +229,7 @@ def _against_batch_size(
     what = "held-out error (%)" if comparison.groups[0][1].spec.holdout else "test error (%)"
     what = what.replace(" (%)", ", recalibrated (%)") if comparison.recalibrated else what
     svg = draw(Plot(lines, "batch size", what, limits, ticks=ticks))
-    panel = Panel("", svg, f"{what} against batch size. {'; '.join(told)}.")
+    panel = Panel("", svg, f"{what} against batch size. {'; '.join(ends)}.")
     caption = ["Dots: mean error at the last evaluation, with a bar of one standard deviation; small dots: seeds."]
     caption += [
         f"×\u00a0{label} diverged in {len(group.having('diverged'))} of {len(group.runs)} seeds at batch size "
@@ -240,7 +240,7 @@ def _against_batch_size(
 
 
 def _sample(group: Group, recalibrated: bool) -> Sample | None:
-    """The errors of a group; recalibrated, if wanted and if its runs were asked to."""
+    """The errors of a group, recalibrated if wanted and measured."""
     return group.sample(RECALIBRATED if recalibrated and group.spec.recalibrate else "test_error")
 
 

@@ -1,4 +1,4 @@
-"""The report as one HTML file: no network, no script, figures inside. Everything that came from a run is escaped."""
+"""The report as one HTML file without network access or scripts. Texts from runs are escaped."""
 
 from __future__ import annotations
 

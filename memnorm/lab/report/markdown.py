@@ -1,4 +1,4 @@
-"""The report as Markdown, with the figures as files beside it. Texts from runs cannot start markup of their own."""
+"""The report as Markdown, with the figures in files. Texts from runs are escaped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def figure_file(name: str, index: int) -> str:
 
 
 def plain(text: object) -> str:
-    """Text that Markdown and HTML leave alone."""
+    """Escape text for Markdown and HTML."""
     text = " ".join(str(text).split())
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = re.sub(r"([\\`*_{}\[\]|~$])", r"\\\1", text)

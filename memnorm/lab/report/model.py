@@ -16,12 +16,12 @@ NOT_RUN, NOT_APPLICABLE, UNAVAILABLE, APART = "not run", "–", "norm not availa
 
 @dataclass(frozen=True)
 class CellView:
-    """A cell of a table at one scale, with what the store has for it."""
+    """A cell of a table at one scale, with its runs."""
 
     cell: Cell
     spec: RunSpec | None
     group: Group | None
-    missing: str  # what to say where there is no run
+    missing: str  # text where there is no run
 
     @property
     def ours(self) -> Sample | None:
@@ -29,14 +29,14 @@ class CellView:
 
     @property
     def status(self) -> str:
-        """Empty if all is well and there is a number."""
+        """What is wrong with the cell's runs; empty if nothing is."""
         if self.group is None:
             return self.missing
         return self.group.trouble or ("" if self.ours else f"no {self.cell.metric} was measured")
 
     @property
     def apart(self) -> bool:
-        """A run that must not stand beside the number the paper prints for the cell."""
+        """True if the run must not be shown next to the printed number, which had another protocol."""
         return self.group is not None and self.cell.printed is not None and not self.cell.comparable
 
 
@@ -89,7 +89,7 @@ class FigureView:
 
 @dataclass(frozen=True)
 class ScaleView:
-    """What the store has of the paper at one scale."""
+    """The runs of the paper's tables and figures at one scale."""
 
     scale: str
     rules: str
@@ -99,7 +99,7 @@ class ScaleView:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of texts for a section of the caller's; without a title it goes by the section's."""
+    """A table of texts in a section; without a title it has the section's."""
 
     title: str
     header: Sequence[str]
@@ -109,7 +109,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Section:
-    """A part that the caller adds at the top: paragraphs, then tables. Plain text; it is escaped."""
+    """Paragraphs and tables that the caller adds at the top. Plain text; it is escaped."""
 
     title: str
     paragraphs: Sequence[str] = ()
@@ -118,7 +118,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All of a report."""
+    """The contents of a report."""
 
     title: str
     facts: tuple[tuple[str, str], ...]

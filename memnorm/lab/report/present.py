@@ -1,4 +1,4 @@
-"""Contents as texts, the same for HTML and Markdown: cells with their footnotes, rows of runs, times and sizes."""
+"""Contents as texts for HTML and Markdown: cells with footnotes, rows of runs, times and sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FROM_TEXT = "from the paper's text"
 
 @dataclass(frozen=True)
 class Shown:
-    """What a cell of a table says: a number, its spread, a word about what is wrong, footnotes, the runs behind it."""
+    """The texts of a table cell: number, spread, trouble, footnote mark, link to its runs."""
 
     text: str
     kind: str = "number"  # or missing, none, trouble
@@ -93,7 +93,7 @@ def _ours(one: CellView) -> Shown:
 
 
 def _beside_print(one: CellView, mark: str) -> list[Shown]:
-    """The printed number and ours; the footnote goes with whichever it is about."""
+    """The printed number and ours, the footnote at the one it describes."""
     printed = Shown("–", "none") if one.cell.printed is None else Shown(number(one.cell.printed))
     ours = Shown(APART, "missing", anchor=one.group.anchor) if one.apart and one.group else _ours(one)
     return [printed, _with(ours, mark)] if one.cell.printed is None else [_with(printed, mark), ours]
@@ -121,14 +121,15 @@ def _mark(note: str, notes: dict[str, str]) -> str:
 
 
 def _apart(one: CellView) -> str:
-    return f"{one.cell.row}, {one.cell.column}, ours: {_ours(one).plain}. Not beside the print: {one.cell.note}."
+    ours = f"{one.cell.row}, {one.cell.column}, ours: {_ours(one).plain}"
+    return f"{ours}. Not comparable with the printed number: {one.cell.note}."
 
 
 RUN_HEADER = ("seed", "state", "last error", "best error", "iterations", "time", "ms/step", "peak memory", "started")
 
 
 def run_row(run: StoredRun) -> tuple[str, ...]:
-    """One run in the account of how a number was obtained; the best is given with its iteration, beside the last."""
+    """A row under RUN_HEADER."""
     line = run.result.get("final") if run.result else run.metrics[-1] if run.metrics else None
     last, lowest = measured(line, "test_error"), best(run)
     seconds = measured(run.result, "seconds") or measured(line, "seconds")
@@ -187,7 +188,7 @@ def seeds(group: Group) -> str:
 
 
 def settings(group: Group) -> str:
-    """What differs from the defaults of a run, in a line."""
+    """Settings that differ from the defaults, in one line."""
     return (
         ", ".join(f"{name} {value}" for name, value in group.spec.identity.items() if name != "seed") or "all defaults"
     )
@@ -217,7 +218,7 @@ SCALE_TITLES = {
 NOTHING_AT_PAPER_SCALE = "No run at paper scale is in the store. These are the printed numbers, and what is missing."
 ACCOUNT = (
     "Every number is the error on the test images at the last evaluation of a run, never the best of several "
-    "evaluations; the best is given beside it, with its iteration. Seeds are averaged: mean ± standard deviation "
+    "evaluations; the best is given as well, with its iteration. Seeds are averaged: mean ± standard deviation "
     "(n − 1) over n runs. Runs that diverged or are not finished are named, not averaged. Times leave out evaluation."
 )
 
@@ -233,14 +234,14 @@ class Chapter:
 
     @property
     def empty(self) -> bool:
-        """Only printed numbers."""
+        """True if there are printed numbers only."""
         if self.scale is None or self.scale.figures:
             return False
         return not any(one.group for table in self.scale.tables for one in table.cells)
 
 
 def chapters(page: Page) -> list[Chapter]:
-    """What has results first, the smoke check after it, and tables that nothing was run for last."""
+    """Chapters with results first, then the smoke check, then tables without any run."""
     scales = {scale.scale: Chapter(scale.scale, SCALE_TITLES[scale.scale], scale) for scale in page.scales}
     found = [scales[name] for name in ("paper", "reduced") if name in scales and not scales[name].empty]
     if page.comparisons:
@@ -252,7 +253,7 @@ def chapters(page: Page) -> list[Chapter]:
 
 
 def absent(view: FigureView) -> str:
-    """The curves of a figure that have no run, in a sentence or a count."""
+    """The curves of a figure without a run."""
     names = view.absent
     if not names:
         return ""

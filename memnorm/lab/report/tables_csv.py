@@ -1,7 +1,7 @@
-"""The same numbers for programs: a CSV file per table, one for each comparison, and one with every run.
+"""CSV files: one for each table, two for each comparison (errors and tests), one with every run.
 
-Printed numbers stand in the files at paper scale only. A text that a spreadsheet would take for a formula gets an
-apostrophe in front; numbers are left as they are.
+Printed numbers are in the files at paper scale only. A text that a spreadsheet would take for a formula gets an
+apostrophe in front.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ENVIRONMENT = (
 
 
 def files(page: Page) -> Iterator[tuple[str, str]]:
-    """Names and contents."""
+    """Names and contents of the files."""
     for scale in page.scales:
         for view in scale.tables:
             yield f"{view.name}.csv", written(TABLE_COLUMNS, [_cell(view, one) for one in view.cells])
