@@ -131,7 +131,7 @@ def test_every_cell_of_the_paper_runs_at_smoke_scale_within_90_seconds(call, tmp
         assert all(row in smoke and column in smoke for row in table.rows for column in table.columns)
 
 
-def test_smoke_numbers_never_stand_beside_printed_ones(call):
+def test_smoke_numbers_are_never_next_to_printed_ones(call):
     out = call("reproduce", "memory-size", "--scale", "smoke", "--only", "10/*", "--threads", "1")[1]
     assert "7.87" not in out
 

@@ -10,6 +10,7 @@ from memnorm.lab.listen import Outcome
 from memnorm.lab.report import collect
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store
+from memnorm.lab.verdict import Cost
 
 BASE = RunSpec(model="small", data="digits", iterations=100, evaluations=4)
 MBN = BASE.but(norm="mbn", scheme="double")
@@ -34,6 +35,14 @@ def test_runs_of_one_experiment_are_one_comparison_with_a_verdict(tmp_path):
 def test_the_cost_in_the_verdict_is_measured(tmp_path):
     (found,) = comparisons_of(tmp_path, *comparison())
     assert any(line.startswith("MBN-2:") and "1.43" in line and "1.00" in line for line in found.verdict.details)
+
+
+def test_costs_are_medians_over_seeds(tmp_path):
+    for seed, step_ms in enumerate((10.0, 20.0, 90.0)):
+        spec = BASE.but(evaluations=1, seed=seed)
+        fabricate(tmp_path, spec, step_ms=step_ms, peak_memory_mb=10 * step_ms)
+    (found,) = collect([tmp_path]).comparisons
+    assert found.groups[0][1].cost == Cost(20.0, 200.0)
 
 
 def test_times_of_different_machines_are_not_compared(tmp_path):

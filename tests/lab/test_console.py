@@ -25,7 +25,7 @@ def test_a_run_is_called_by_its_norm_network_data_batch_and_seed():
         ({"learning_rate": 0.03, "holdout": 4}, "learning_rate=0.03 holdout=4"),
     ],
 )
-def test_runs_that_differ_in_a_setting_are_told_apart(changes, words):
+def test_runs_that_differ_in_a_setting_have_different_titles(changes, words):
     spec = tiny(**{"norm": "mbn", "scheme": "double", "learning_rate": 0.1, **changes})
     assert title(spec) == PLAIN_TITLE.replace("MBN-2", f"MBN-2 {words}")
 

@@ -63,7 +63,7 @@ def begun(heard: list[str]) -> list[str]:
     return [line.split()[1] for line in heard if line.startswith("began ")]
 
 
-def assert_goes_on(nursery: Nursery, specs: list[RunSpec], store: Store) -> list[str]:
+def assert_resumes(nursery: Nursery, specs: list[RunSpec], store: Store) -> list[str]:
     """The same command finishes what was begun, and every run is what it is alone."""
     heard = run_all(nursery, specs, store)
     assert statuses(heard) == [(spec.name, "finished") for spec in specs]
@@ -152,7 +152,7 @@ def test_a_damaged_result_is_an_outcome_that_says_what_to_do(store):
 
 
 @jobs
-def test_a_grid_says_how_its_runs_go_on(nursery, store, jobs):
+def test_a_grid_reports_the_progress_of_its_runs(nursery, store, jobs):
     heard = run_all(nursery, GOOD[:1], store, jobs=jobs)
     name = GOOD[0].name
     assert heard[0] == f"began {name} 0"
@@ -196,7 +196,7 @@ def test_a_worker_that_is_killed_costs_its_run_only_and_is_replaced(nursery, sto
         "resumes it"
     )
     assert leaves_nothing(leader)
-    again = assert_goes_on(nursery, specs, store)
+    again = assert_resumes(nursery, specs, store)
     assert begun(again) == [slow[0].name]
     assert int(next(line for line in again if line.startswith("began ")).split()[2]) >= slow[0].iterations // 2 - 1
 
@@ -250,7 +250,7 @@ def test_ctrl_c_saves_every_run_and_leaves_no_process(nursery, store, spawn):
     assert leaves_nothing(leader)
     for spec in slow:
         assert len(list(store.run(spec).path.glob("checkpoint-*.pt"))) == 1
-    again = assert_goes_on(nursery, specs, store)
+    again = assert_resumes(nursery, specs, store)
     assert sorted(begun(again)) == sorted(spec.name for spec in specs)
 
 
@@ -298,7 +298,7 @@ def test_workers_of_a_parent_that_was_killed_save_and_end_by_themselves(nursery,
     assert leaves_nothing(leader)
     for spec in slow:
         assert len(list(store.run(spec).path.glob("checkpoint-*.pt"))) == 1
-    assert_goes_on(nursery, slow, store)
+    assert_resumes(nursery, slow, store)
 
 
 def test_a_listener_that_fails_ends_the_grid_at_once_and_saves_every_run(nursery, store):

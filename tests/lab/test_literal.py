@@ -60,7 +60,7 @@ def test_errors_are_counted_as_the_lab_counts_them():
         assert literal.training_error()["train_error"] == 100 * count / 1000
 
 
-def test_a_trained_network_goes_on_as_it_is_written(benchmark, tmp_path):
+def test_a_trained_network_continues_literally(benchmark, tmp_path):
     found = benchmark.compared(trained(tmp_path), None, steps=4, test_images=20)
     assert 0 < found["apart"] < 1e-11
     assert found["lab"] == pytest.approx(found["literal"], rel=1e-11)
@@ -93,7 +93,7 @@ def test_a_run_whose_end_has_another_learning_rate_is_refused(benchmark, tmp_pat
         benchmark.compared(trained(tmp_path, **changes), None, steps=4, test_images=20)
 
 
-def test_runs_that_cannot_be_compared_are_said_and_the_others_written(benchmark, tmp_path, monkeypatch, capsys):
+def test_runs_that_cannot_be_compared_are_reported_and_the_others_written(benchmark, tmp_path, monkeypatch, capsys):
     kept = [trained(tmp_path / "runs"), trained(tmp_path / "runs", every=2)]
     for name, value in {"OUT": tmp_path / "out.json", "STEPS": 4, "TEST_IMAGES": 20}.items():
         monkeypatch.setattr(benchmark, name, value)

@@ -57,7 +57,7 @@ def test_after_a_smoke_run_of_everything_every_cell_and_curve_has_a_number(smoke
     assert all(one.group for view in scale.figures for one in view.curves)
 
 
-def test_smoke_numbers_never_stand_beside_the_print(smoke):
+def test_smoke_numbers_are_never_next_to_the_printed_ones(smoke):
     page = page_of(smoke)
     assert all(one.group is None for view in page.scales[0].tables for one in view.cells)
     shown = present.show_table(table_of(page, "cifar10", "smoke"))
@@ -76,7 +76,7 @@ def test_every_run_is_accounted_for_once(smoke):
     assert sorted(names) == sorted(path.name for path in smoke.iterdir())
 
 
-def test_a_run_of_the_papers_protocol_stands_beside_the_print(tmp_path):
+def test_a_run_of_the_papers_protocol_is_next_to_the_printed_number(tmp_path):
     for seed, error in enumerate((7.81, 8.05, 7.93)):
         fabricate(tmp_path, CELL.spec.but(seed=seed), error=error)
     printed, ours = shown_cell(page_of(tmp_path), CELL)
@@ -123,7 +123,7 @@ def test_a_top_5_cell_takes_the_top_5_error(tmp_path):
     assert shown_cell(page_of(tmp_path), cell, name="imagenet")[1].text == "11.11"
 
 
-def test_a_quoted_number_gets_no_run_beside_it(tmp_path):
+def test_a_quoted_number_gets_no_run_next_to_it(tmp_path):
     fabricate(tmp_path, QUOTED.spec, error=26.66)
     page = page_of(tmp_path)
     printed, ours = shown_cell(page, QUOTED, name="imagenet")
@@ -235,7 +235,7 @@ def test_a_result_with_a_strange_end_is_a_problem_and_no_crash(tmp_path, final):
 
 
 @pytest.mark.parametrize("strange", [None, [], "text"], ids=str)
-def test_what_is_strange_beside_the_number_is_left_out(tmp_path, strange):
+def test_other_strange_fields_are_left_out(tmp_path, strange):
     path = fabricate(tmp_path, CELL.spec, error=8.0)
     result = {**json.loads((path / "result.json").read_text()), "best": strange, "seconds": "long"}
     (path / "result.json").write_text(json.dumps(result))
@@ -323,7 +323,7 @@ def test_a_run_without_an_environment_is_reported_without_one(tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(None, "–"), (0.44, "0.4 s"), (59.6, "60 s"), (150, "2.5 min"), (9000, "2.5 h")]
 )
-def test_times_are_told_in_units_that_fit(seconds, text):
+def test_times_are_in_fitting_units(seconds, text):
     assert present.duration(seconds) == text
 
 
@@ -365,7 +365,7 @@ def test_seeds_are_drawn_as_their_mean_with_a_band(tmp_path, drawn):
     assert "means of 3 seeds" in picture.caption
 
 
-def test_a_diverged_run_is_a_faint_line_with_a_cross_beside_the_mean(tmp_path, drawn):
+def test_a_diverged_run_is_a_faint_line_with_a_cross(tmp_path, drawn):
     fabricate(tmp_path, BN)
     fabricate(tmp_path, BN.but(seed=1), status="diverged", stop_at=0.5)
     picture = picture_of(tmp_path, "convergence")
@@ -392,7 +392,7 @@ def test_on_imagenet_batch_norm_is_dashed_and_a_model_has_one_colour(tmp_path, d
     assert all(by_model[line.label.split()[0]] == line.colour for line in test.lines)
 
 
-def test_one_forward_is_dashed_beside_two(tmp_path, drawn):
+def test_one_forward_is_dashed_where_two_are_shown(tmp_path, drawn):
     for curve in tables.FIGURES["double-forward"].curves:
         if curve.panel == "ResNet-20 test":
             fabricate(tmp_path, curve.spec)

@@ -143,7 +143,7 @@ def test_the_files_are_returned_with_the_page_first(made):
     assert sorted(map(str, written_files)) == sorted(str(out / name) for name in files(out))
 
 
-def test_neither_the_store_nor_the_time_of_writing_is_told(made, tmp_path_factory):
+def test_neither_the_store_nor_the_time_of_writing_is_in_the_files(made, tmp_path_factory):
     today = time.strftime("%Y-%m-%d")
     for content in files(made[0]).values():
         assert str(tmp_path_factory.getbasetemp()).encode() not in content
@@ -222,7 +222,7 @@ def test_the_specification_can_be_read_back_from_the_page(page):
     assert spec == CELL.spec
 
 
-def test_drawings_beside_the_markdown_are_whole_svg_files(made):
+def test_drawings_of_the_markdown_are_whole_svg_files(made):
     drawings = sorted((made[0] / "figures").iterdir())
     assert drawings
     for drawing in drawings:

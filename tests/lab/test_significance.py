@@ -193,5 +193,5 @@ def test_numbers_have_a_true_minus_sign_and_no_negative_zero():
 @pytest.mark.parametrize(
     ("p", "text"), [(0.00012, "p < 0.001"), (0.0123, "p = 0.012"), (0.2345, "p = 0.23"), (1.0, "p = 1.00")]
 )
-def test_p_values_are_told_with_two_digits(p, text):
+def test_p_values_have_two_digits(p, text):
     assert p_text(p) == text

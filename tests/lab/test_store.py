@@ -138,7 +138,7 @@ def test_a_result_without_its_specification_is_a_problem(store, folder):
         ("env.json", '{"sessions": [{}]}', "env.json"),
     ],
 )
-def test_damage_beside_a_result_is_found(folder, name, text, problem):
+def test_damage_of_other_files_than_the_result_is_found(folder, name, text, problem):
     folder.finish(RESULT)
     assert folder.damage() is None
     (folder.path / name).write_text(text)
@@ -307,7 +307,7 @@ def test_a_killed_process_frees_its_run(store, holder):
     assert holds(store.run(SPEC))
 
 
-def test_waiting_goes_on_when_the_holder_ends(store, holder):
+def test_waiting_ends_when_the_holder_ends(store, holder):
     second = python(HOLD, store.root)
     try:
         time.sleep(0.5)

@@ -41,7 +41,7 @@ def nursery() -> Nursery:
     return shared_nursery()
 
 
-def test_the_same_run_twice_ends_alike(store):
+def test_the_same_run_twice_is_bit_identical(store):
     """What the other tests rest on; threads and process are the same here."""
     assert_ends_as_undisturbed(LONG, store, began=0)
 
@@ -57,7 +57,7 @@ def kill_on_the_way(nursery: Nursery, spec: RunSpec, store: Store, draw: random.
 
 
 @pytest.mark.parametrize("arm", RESUMED.values(), ids=RESUMED.keys())
-def test_a_run_killed_at_a_random_moment_ends_as_undisturbed(nursery, store, arm):
+def test_a_run_killed_at_a_random_moment_is_bit_identical_to_an_uninterrupted_one(nursery, store, arm):
     draw = random.Random(f"{arm}")
     spec = LONG.but(**arm)
     assert kill_on_the_way(nursery, spec, store, draw, checkpoint_seconds=0)
@@ -66,7 +66,7 @@ def test_a_run_killed_at_a_random_moment_ends_as_undisturbed(nursery, store, arm
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
-def test_a_run_killed_again_and_again_ends_as_undisturbed(nursery, store, seed):
+def test_a_run_killed_again_and_again_is_bit_identical_to_an_uninterrupted_one(nursery, store, seed):
     draw = random.Random(seed)
     spec = LONG.but(
         **draw.choice(list(ARMS.values())),
@@ -90,7 +90,7 @@ MOMENTS = range(1, 80)
 @pytest.mark.parametrize(
     "moment", [one if one in (2, 12, 20, 29, 38, 55) else pytest.param(one, marks=pytest.mark.slow) for one in MOMENTS]
 )
-def test_a_run_killed_before_any_file_operation_ends_as_undisturbed(nursery, store, moment):
+def test_a_run_killed_before_any_file_operation_is_bit_identical_to_an_uninterrupted_one(nursery, store, moment):
     nursery.begin(SHORT, store.root, die_at=moment, checkpoint_seconds=0)
     assert nursery.ended()[0] in (-signal.SIGKILL, 0)
     assert store.runs() == [] or store.problems == []
@@ -105,7 +105,7 @@ def test_those_moments_cover_the_whole_run(nursery, store):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("arm", ["bn", "mbn-2 now and then"])
-def test_a_run_asked_to_stop_saves_and_ends_as_undisturbed(nursery, store, number, arm):
+def test_a_run_asked_to_stop_saves_and_is_bit_identical_to_an_uninterrupted_one(nursery, store, number, arm):
     spec = LONG.but(**ARMS[arm])
     nursery.begin(spec, store.root, pause=0.02)
     assert nursery.hears("stepped 7")
@@ -203,7 +203,7 @@ def test_every_start_is_recorded_with_its_iteration(store):
     assert {one["threads"] for one in folder.sessions()} == {1}
 
 
-def test_time_goes_on_where_it_was(store):
+def test_the_training_time_resumes_where_it_was(store):
     crash(LONG, store, at=15)
     (path,) = checkpoints(store, LONG)[1:]
     before = torch.load(path, weights_only=True)["seconds"]
@@ -231,7 +231,7 @@ def test_waiting_for_another_process_takes_over_what_it_finished(nursery, store)
     assert timeless(result) == undisturbed(LONG)[0]
 
 
-def test_waiting_for_another_process_goes_on_when_it_dies(nursery, store):
+def test_waiting_for_another_process_ends_when_it_dies(nursery, store):
     nursery.begin(LONG, store.root, pause=0.05, checkpoint_seconds=0)
     assert nursery.hears("stepped 4")
     nursery.kill()
@@ -268,7 +268,9 @@ def pictures(tmp_path) -> RunSpec:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_run_with_processes_that_decode_images_ends_as_undisturbed(nursery, store, pictures, number):
+def test_a_run_with_workers_that_decode_images_is_bit_identical_to_an_uninterrupted_one(
+    nursery, store, pictures, number
+):
     leader = nursery.begin(pictures, store.root, workers=2, checkpoint_seconds=0)
     assert nursery.hears("stepped 5")
     assert session_of(leader)

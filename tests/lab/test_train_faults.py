@@ -54,7 +54,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(store, arm):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["single", "double"])
 @pytest.mark.parametrize("norm", memnorm.norms.available())
-def test_a_run_of_any_norm_ends_as_undisturbed(store, norm, scheme):
+def test_a_run_of_any_norm_is_bit_identical_to_an_uninterrupted_one(store, norm, scheme):
     spec = LONG.but(norm=norm, scheme=scheme)
     if unsupported(spec, registered()):
         pytest.skip(unsupported(spec, registered()))

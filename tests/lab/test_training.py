@@ -189,7 +189,7 @@ def test_without_a_holdout_all_images_are_trained_on_and_the_test_set_is_evaluat
     assert Counter(content(spy.evaluated)) == Counter(content([images_of(data.test)]) * 2)
 
 
-def test_images_are_augmented_unless_told_otherwise(store, spy):
+def test_images_are_augmented_by_default(store, spy):
     run(tiny(iterations=6), store, execution=PLAIN)
     original = set(content([images_of(load_data(tiny(), None).train)]))
     assert not set(content(spy.images)) <= original

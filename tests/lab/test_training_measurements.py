@@ -125,7 +125,7 @@ def test_a_line_says_when_and_how_fast_it_was_measured(recorded):
     assert result["seconds"] == seconds[-1]
 
 
-def test_the_headline_is_the_last_evaluation_and_the_best_stands_beside_it(store):
+def test_the_headline_is_the_last_evaluation_and_the_best_is_stored_as_well(store):
     for seed in range(20):
         spec = tiny(evaluations=12, seed=seed, learning_rate=0.5)
         result = run(spec, store, execution=PLAIN)
