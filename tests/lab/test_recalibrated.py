@@ -102,7 +102,7 @@ def test_more_images_than_are_trained_on_are_refused_before_anything_is_written(
 
 
 def test_a_norm_without_running_statistics_is_refused(store):
-    with pytest.raises(UsageError, match=r"recalibrate measures running statistics afresh, and 'group' has none"):
+    with pytest.raises(UsageError, match=r"recalibrate needs running statistics, and 'group' has none"):
         run(tiny(norm="group", recalibrate=10), store, execution=PLAIN)
 
 
