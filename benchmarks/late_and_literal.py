@@ -19,7 +19,7 @@ import torch
 
 from memnorm.lab import environment
 from memnorm.lab.errors import UsageError
-from memnorm.lab.literal import Literal
+from memnorm.lab.literal import LiteralTraining
 from memnorm.lab.store import Store, StoredRun
 from memnorm.lab.training import Training, drawn, load_data, sources
 from memnorm.milestones import in_steps
@@ -42,7 +42,7 @@ def compared(run: StoredRun, data_root: Path | None, steps: int, test_images: in
         raise UsageError(f"the last {steps} steps of {run.spec.name} are not all behind the last milestone")
     data = load_data(spec, data_root)
     train, test = sources(spec, data)
-    literal = Literal(spec, data.classes, data.shape)
+    literal = LiteralTraining(spec, data.classes, data.shape)
     lab = Training(spec, data.classes, data.shape, "cpu", bool(run.environment.get("channels_last")))
     weights = torch.load(run.path / "weights.pt", weights_only=True)
     for network in (lab.model, literal.network):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from memnorm.lab.statistics import Sample
+from memnorm.lab.significance import Sample
 from study.studies import STUDIES
 from study.tables import STUCK, Values
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memnorm.lab.bench.clock import geometric_mean
+from memnorm.lab.significance import Difference, Sample, holm, number, p_text, paired
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.statistics import Difference, Sample, holm, number, p_text, paired
 from memnorm.milestones import in_steps
 from study.studies import SETTINGS, STUDIES, Arm, Records
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from memnorm import norms
+from memnorm.lab.significance import Sample, difference
 from memnorm.lab.spec import arm_name
-from memnorm.lab.statistics import Sample, difference
 
 Errors = Mapping[str, Mapping[int, float]]  # by arm and seed
 MEASURED = re.compile(r"<!-- measured -->.*?(?=\n## )", re.DOTALL)

@@ -1,7 +1,7 @@
-"""The lab: train, compare norms, rerun the paper, write reports. `pip install memnorm[lab]` brings the command.
+"""The lab: train, compare norms, rerun the paper, write reports. `pip install memnorm[lab]` installs the command.
 
-    spec ← store ← report                           what a run is, where it is kept, what is told about it: no torch
-    spec ← models, data ← train ← grid ← commands   one run; many runs; the command line
+    spec ← store ← comparison ← report                     a run, its folder, reports: without torch
+    spec ← models, data ← training ← runner ← grid ← cli   one run; many runs; the command line
 
 Nothing outside this folder imports it.
 """

@@ -1,7 +1,7 @@
 """Checkpoints of a run: the newest two, each named by its iteration and the hash of its bytes.
 
-A file whose bytes do not match its name is not even opened: a torn write or a flipped bit falls back to the one before.
-Loading admits tensors and plain containers only.
+A file whose bytes do not match its name is not opened: after a torn write or a flipped bit the one before is used.
+Loading accepts tensors and plain containers only.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ PATTERN = re.compile(r"checkpoint-(\d{10})-([0-9a-f]{16})\.pt")
 
 
 def save(folder: Path, iteration: int, state: dict[str, Any]) -> None:
-    """Write a checkpoint and drop those before the last two."""
+    """Write a checkpoint and delete all but the last two."""
     name = f"checkpoint-{iteration:010}"
     with replacing(folder / name, lambda file: f"{name}-{_digest(file)}.pt") as temporary:
         write(temporary, state)
     found = _checkpoints(folder)
-    later = [path for path in found if path.name[: len(name)] > name]  # unreadable: the run would not be here again
+    later = [path for path in found if path.name[: len(name)] > name]  # unreadable: the run did not resume there
     for superfluous in later + found[len(later) + KEPT :]:
         superfluous.unlink(missing_ok=True)
 
 
 def write(path: Path, state: Any) -> None:
-    """As `torch.save`, which hides an error of the file system, such as a full disk, behind one of its own."""
+    """`torch.save` that raises the OSError behind torch's own error, for example on a full disk."""
     try:
         with path.open("wb") as file:
             torch.save(state, file)
@@ -42,20 +42,20 @@ def write(path: Path, state: Any) -> None:
 
 
 def readable(folder: Path, complain: Any) -> Iterator[dict[str, Any]]:
-    """The states that can be loaded, newest first; `complain` hears of the others."""
+    """The states that can be loaded, newest first; `complain` gets a message about each of the others."""
     for path in _checkpoints(folder):
         try:
             if _digest(path) != PATTERN.fullmatch(path.name)[2]:  # type: ignore[index]
-                raise ValueError("its bytes are not those that were written")
+                raise ValueError("its bytes do not match the hash in its name")
             state = torch.load(path, map_location="cpu", weights_only=True)
             if not isinstance(state, dict):
                 raise ValueError("it holds no state of a run")
         except pickle.UnpicklingError:
-            complain(f"{path.name} is not a checkpoint of ours and was not opened; going back to the one before")
+            complain(f"{path.name} is not a checkpoint of this program and was not opened; using the one before")
             continue
         except Exception as error:  # torch.load raises anything on damaged input
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-            complain(f"{path.name} cannot be read ({reason}); going back to the one before")
+            complain(f"{path.name} cannot be read ({reason}); using the one before")
             continue
         yield state
 

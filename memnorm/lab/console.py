@@ -1,7 +1,4 @@
-"""What a command says while it works: bars with an estimate of the time left on a terminal, quiet lines in a log.
-
-Results go to stdout, everything here to stderr.
-"""
+"""Progress on stderr: bars with the time left on a terminal, a few lines in a log. Results go to stdout."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-SETTINGS = ("strength", "every", "fraction", "learning_rate", "holdout")  # that tell runs of a grid apart
+SETTINGS = ("strength", "every", "fraction", "learning_rate", "holdout")  # shown where they differ from the defaults
 
 
 def title(spec: RunSpec) -> str:
@@ -43,10 +40,10 @@ def title(spec: RunSpec) -> str:
 
 @contextlib.contextmanager
 def watching(runs: int) -> Iterator[GridListener]:
-    """The listener that fits where stderr goes."""
+    """ProgressBars if stderr is a terminal, else lines."""
     console = stderr()
     if not console.is_terminal:
-        yield Lines(console, runs)
+        yield LogLines(console, runs)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -56,11 +53,11 @@ def watching(runs: int) -> Iterator[GridListener]:
         TextColumn("{task.fields[error]}"),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield Bars(progress, runs)
+        yield ProgressBars(progress, runs)
 
 
-class Bars(GridListener):
-    """A bar per run under way and one for all."""
+class ProgressBars(GridListener):
+    """A bar for each run under way and one for all."""
 
     def __init__(self, progress: Progress, runs: int) -> None:
         self.progress, self.runs = progress, runs
@@ -89,23 +86,23 @@ class Bars(GridListener):
             self.progress.console.print(escape(ending(outcome)))
 
 
-class Lines(GridListener):
-    """A line when a run begins and ends, and now and then between."""
+class LogLines(GridListener):
+    """A line when a run begins or ends, and every half minute between."""
 
     def __init__(self, console: Console, runs: int) -> None:
         self.console, self.runs = console, runs
         self.count = 0
-        self.spoke: dict[str, float] = {}
+        self.printed_at: dict[str, float] = {}
 
     def began(self, spec: RunSpec, iteration: int) -> None:
-        self.spoke[spec.digest] = time.monotonic()
-        start = f"goes on at iteration {iteration:,}" if iteration else "begins"
+        self.printed_at[spec.digest] = time.monotonic()
+        start = f"resumes at iteration {iteration:,}" if iteration else "begins"
         self.console.print(escape(f"{title(spec)} {start}, {spec.iterations:,} iterations"))
 
     def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
-        if time.monotonic() - self.spoke[spec.digest] < QUIET_SECONDS or line["iteration"] == spec.iterations:
+        if time.monotonic() - self.printed_at[spec.digest] < QUIET_SECONDS or line["iteration"] == spec.iterations:
             return
-        self.spoke[spec.digest] = time.monotonic()
+        self.printed_at[spec.digest] = time.monotonic()
         left = (spec.iterations - line["iteration"]) * line["step_ms"] / 1000
         self.console.print(
             escape(
@@ -133,7 +130,7 @@ def ending(outcome: Outcome) -> str:
 
 @contextlib.contextmanager
 def downloading(name: str) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Shows how a download goes on: called with the file, the bytes so far and the bytes in all."""
+    """Progress of a download: a function of the file, the bytes so far and the total."""
     console = stderr()
     if not console.is_terminal:
         seen: set[str] = set()

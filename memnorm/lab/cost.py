@@ -1,7 +1,7 @@
-"""What a training step costs on this machine, as ratios to the same step with batch norm.
+"""The cost of a training step on this machine, relative to the same step with batch norm.
 
-Arms take turns within each round, so that a busy moment of the machine falls on all of them; a second batch norm among
-them shows how far two equal things differ here.
+Arms take turns within each round, so that a busy moment of the machine affects all of them. A second batch norm shows
+the noise.
 """
 
 from __future__ import annotations

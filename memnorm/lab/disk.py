@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, flushed to the disk, then moved there in one step."""
+"""Atomic writes: to a temporary file in the same folder, flushed to the disk, then renamed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextlib.contextmanager
 def replacing(path: Path, name: Callable[[Path], str] | None = None) -> Iterator[Path]:
-    """A path to write to; it takes `path`'s place if the block ends well and vanishes if it does not. `name`, given the
-    finished file, chooses another name in the same folder.
+    """A temporary path to write to. It replaces `path` if the block succeeds and is deleted if not. `name`, called with
+    the finished file, returns another name in the same folder.
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """One write to the end of a file; a line that a kill or a full disk cut short is ended first."""
+    """Append a line in one write, after ending a line that was cut short by a kill or a full disk."""
     with explained(path), path.open("ab+") as file:
         size = file.seek(0, os.SEEK_END)
         if size:
@@ -52,14 +52,14 @@ def append_line(path: Path, line: str) -> None:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Errors of the file system in words; nothing that was there before is touched."""
+    """Raise errors of the file system as errors of the lab with a hint."""
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
             raise DiskFull(
                 f"the disk is full: {path} could not be written. Nothing saved before is lost: free some space and "
-                "give the same command again; it goes on from the last checkpoint."
+                "give the same command again; it resumes from the last checkpoint."
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise LabError(f"no permission to write {path}; choose another folder") from error
@@ -67,7 +67,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the system can."""
+    """Make a rename survive a power cut, if the system supports it."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

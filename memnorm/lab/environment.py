@@ -1,4 +1,4 @@
-"""Where a run is computed: versions, machine, device, threads, memory. Nothing that names a person or a place."""
+"""The environment of a run: versions, machine, device, threads, memory; no names of persons or paths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def session(device: str, threads: int, iteration: int) -> dict[str, Any]:
 
 
 def machine() -> str:
-    return f"{platform.system()} {platform.machine()}, {cores()} cores, {processor()}"
+    return f"{platform.system()} {platform.machine()}, {cores()} cores, {cpu_name()}"
 
 
 def cores() -> int:
@@ -44,17 +44,17 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def processor() -> str:
+def cpu_name() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return " ".join(line.partition(":")[2].split())
-    return platform.processor() or "unknown processor"
+    return platform.processor() or "unknown CPU"
 
 
 def kernels() -> str:
-    """What computes the memorized layers."""
-    from memnorm.kernels import cpu  # needs torch, which reports do without
+    """The implementation of the memorized layers."""
+    from memnorm.kernels import cpu  # needs torch, which reports do not load
 
     return cpu.description()
 
@@ -68,8 +68,8 @@ def version(library: str) -> str | None:
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of the clone that this package stands in, marked if its files were changed; None for an installed
-    package. Asked once in a process: what is committed later is not what it runs.
+    """The commit of the clone that contains this package, marked if files are changed; None for an installed package.
+    Cached: later commits are not what this process runs.
     """
     here = Path(__file__).resolve().parent
 

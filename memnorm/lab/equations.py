@@ -1,4 +1,4 @@
-"""The layers against the paper's equations as they are printed: largest difference over whole trainings, in float64."""
+"""The layers compared with the paper's equations: largest difference over whole trainings, in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 25
 
 @dataclass(frozen=True)
 class Check:
-    """What was compared, and the largest difference found."""
+    """What was compared, and the largest difference."""
 
     what: str
     difference: float
@@ -66,7 +66,7 @@ def _one_step(ours: nn.Module, paper: nn.Module, batch: Tensor, direction: Tenso
 
 
 def _network(make: type[nn.Module]) -> nn.Sequential:
-    """The same weights whatever the norm."""
+    """A network with the same weights for every norm."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(1, 4, 3, dtype=torch.float64), nn.Identity(), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3).double()

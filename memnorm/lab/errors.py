@@ -1,4 +1,4 @@
-"""What can go wrong in the lab. Each error knows the exit code of the command that meets it."""
+"""Errors of the lab. Each has the exit code of the command that raises it."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ OK, FAILED, USAGE, DATA_MISSING, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 class LabError(MemnormError):
-    """A run, a file or a machine let the command down."""
+    """A run, a file or the machine failed."""
 
     exit_code = FAILED
 
 
 class UsageError(LabError, ValueError):
-    """The command cannot mean what it says: unknown name, value out of range, options that contradict each other."""
+    """Wrong usage: unknown name, value out of range, contradictory options."""
 
     exit_code = USAGE
 
 
 class DataMissing(LabError):
-    """A data set is not where it was looked for. The message holds the command that gets it."""
+    """A data set is missing. The message contains the command that downloads it."""
 
     exit_code = DATA_MISSING
 
 
 class DeviceMissing(UsageError):
-    """The device asked for is not on this machine, or not to be had."""
+    """The requested device does not exist on this machine or cannot be used."""
 
 
 class DataCorrupt(LabError):
-    """A data file is there and is not what it should be."""
+    """A data file exists and has the wrong content."""
 
 
 class DiskFull(LabError):
-    """There is no room for a file; what was saved before is untouched."""
+    """The disk is full. What was saved before is untouched."""
 
 
 class RunHeld(LabError):
-    """Another process works on the run."""
+    """Another process is working on the run."""
 
 
 class Interrupted(LabError):

@@ -1,7 +1,8 @@
-"""Many runs: in this process, in N processes with one thread each, or on a Ray cluster. What is done is skipped, what
-was begun goes on, and a run that fails does not stop the others.
+"""Many runs: in this process, in N processes with one thread each, or on a Ray cluster. Finished runs are skipped,
+interrupted ones resume, and a run that fails does not stop the others.
 
-Processes live through many runs, so that torch is loaded once. One that dies is replaced, and its run reported.
+A process makes many runs, so that torch is loaded once. One that dies is replaced, and its run is reported as failed.
+The pools of concurrent.futures and joblib cannot do this: a worker that dies breaks the pool and ends the other runs.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from typing import Any, Protocol
 from memnorm.errors import MemnormError
 from memnorm.lab.errors import DataMissing, DeviceMissing, DiskFull, Interrupted, LabError, RunHeld, UsageError
 from memnorm.lab.listen import GridListener, Listener, Outcome, Relay, relay
+from memnorm.lab.runner import run
 from memnorm.lab.signals import terminations_interrupt
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
 
 Replan = Callable[[], Sequence[RunSpec]]
 
@@ -40,43 +41,46 @@ def run_all(
     listener: GridListener | None = None,
     replan: Replan | None = None,
 ) -> list[Outcome]:
-    """Run each of `specs` that is not done yet; `jobs` processes, or 0 for this one. In the order given.
+    """Run each of `specs` that is not finished, in the order given.
 
-    With `launcher="ray"` the runs go to a Ray cluster, at most `jobs` at a time, or 0 for as many as it has room for.
+    Args:
+        jobs: processes; 0 runs in this one. With `launcher="ray"`, runs at a time; 0 for as many as the cluster fits.
+        replan: called whenever a run has ended; returns the runs, in order, since a result may ask for others. A run
+            is started once only.
 
-    `replan` is asked for the runs, in order, whenever one has ended: what came out may call for others. What was begun
-    is not begun again. The outcomes of runs that were not in `specs` come last.
+    Returns:
+        The outcomes of `specs`, then those of runs that `replan` added.
     """
     if jobs < 0:
         raise UsageError(f"--jobs must not be negative; got {jobs}")
     listener = listener or GridListener()
     unique = list({spec.digest: spec for spec in specs}.values())
-    work = Work(store.root, execution, data_root)
+    context = RunContext(store.root, execution, data_root)
     if launcher == "ray" or jobs:
-        work = replace(work, execution=replace(execution, threads=1))
+        context = replace(context, execution=replace(execution, threads=1))
         room = jobs if replan else min(jobs, len(unique))
-        crew = _on_ray(work, jobs) if launcher == "ray" else _Processes(work, room)
+        started = _ray_launcher(context, jobs) if launcher == "ray" else _ProcessLauncher(context, room)
         with terminations_interrupt():
-            outcomes = _oversee(_Waiting(unique, replan), crew, listener)
+            outcomes = _supervise(_Queue(unique, replan), started, listener)
     else:
-        outcomes = _here(_Waiting(unique, replan), work, listener)
+        outcomes = _run_here(_Queue(unique, replan), context, listener)
     by_digest = {outcome.spec.digest: outcome for outcome in outcomes}
+    given = {spec.digest for spec in specs}
     wanted = [by_digest[spec.digest] for spec in specs if spec.digest in by_digest]
-    asked_for = {spec.digest for spec in specs}
-    return [*wanted, *(outcome for outcome in outcomes if outcome.spec.digest not in asked_for)]
+    return [*wanted, *(outcome for outcome in outcomes if outcome.spec.digest not in given)]
 
 
 @dataclass(frozen=True)
-class Work:
+class RunContext:
     """What all runs of a grid share."""
 
     root: Path
     execution: Execution
     data_root: Path | None
 
-    def do(self, spec: RunSpec, listener: Listener, wait: bool) -> Outcome:
-        """Run one; what goes wrong with it is its outcome, but what would befall the next one as well (a wish to stop,
-        missing data, no such device, a full disk) concerns the grid.
+    def run(self, spec: RunSpec, listener: Listener, wait: bool) -> Outcome:
+        """Make one run. An error of the run is its outcome; an error that would meet the next run as well (a stop
+        request, missing data, no such device, a full disk) is raised.
         """
         try:
             result = run(
@@ -97,32 +101,32 @@ class Work:
             return Outcome(spec, "failed", f"{type(error).__name__}: {error}")
 
     def attempt(self, spec: RunSpec, listener: Listener, wait: bool) -> tuple[str, Any]:
-        """`do`, with everything that can come of it as one of a crew's messages."""
+        """`run`, with outcome and errors as a message of a launcher."""
         try:
-            return "ended", self.do(spec, listener, wait)
+            return "ended", self.run(spec, listener, wait)
         except RunHeld as error:
             return "held", (spec, str(error))
         except LabError as error:
             return "stop", error
 
 
-class _Waiting:
-    """The runs that nobody has begun yet, and those that somebody else held when they were."""
+class _Queue:
+    """Runs that are not started yet; last, those that another process was working on when their turn came."""
 
     def __init__(self, specs: Sequence[RunSpec], replan: Replan | None) -> None:
         self._specs, self._replan = deque(specs), replan
         self._held: deque[RunSpec] = deque()
-        self._begun: set[str] = set()
+        self._started: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._specs or self._held)
 
     def next(self) -> tuple[RunSpec, bool]:
-        """A run, and whether to wait for who holds it."""
+        """A run, and True if it should wait for the process that holds it."""
         spec = self._specs.popleft() if self._specs else None
         if spec is None:
             return self._held.popleft(), True
-        self._begun.add(spec.digest)
+        self._started.add(spec.digest)
         return spec, False
 
     def put_last(self, spec: RunSpec) -> None:
@@ -130,90 +134,90 @@ class _Waiting:
 
     def renew(self) -> None:
         if self._replan is not None:
-            unique = {spec.digest: spec for spec in self._replan() if spec.digest not in self._begun}
+            unique = {spec.digest: spec for spec in self._replan() if spec.digest not in self._started}
             self._specs = deque(unique.values())
 
 
-def _here(waiting: _Waiting, work: Work, listener: GridListener) -> list[Outcome]:
+def _run_here(queue: _Queue, context: RunContext, listener: GridListener) -> list[Outcome]:
     outcomes = []
-    while waiting:
-        spec, held_before = waiting.next()
+    while queue:
+        spec, held_before = queue.next()
         try:
-            outcome = work.do(spec, relay(spec, listener), wait=held_before)
+            outcome = context.run(spec, relay(spec, listener), wait=held_before)
         except RunHeld as error:
-            listener.message(spec, f"{error} Going on with the others; this one comes last.")
-            waiting.put_last(spec)
+            listener.message(spec, f"{error} This run is put last.")
+            queue.put_last(spec)
             continue
         outcomes.append(outcome)
         listener.ended(outcome)
-        waiting.renew()
+        queue.renew()
     return outcomes
 
 
-class Crew(Protocol):
-    """Those who run, side by side."""
+class Launcher(Protocol):
+    """Makes several runs at a time."""
 
     def has_room(self) -> bool: ...
 
     def is_busy(self) -> bool: ...
 
-    def begin(self, spec: RunSpec, wait_for_holder: bool) -> None: ...
+    def start(self, spec: RunSpec, wait_for_holder: bool) -> None: ...
 
-    def heard(self) -> Iterator[tuple[str, Any]]:
-        """Wait until a run says something or ends: ("ended", outcome), ("held", (spec, why)), ("stop", error), or what
-        a listener is to hear, with its arguments.
+    def messages(self) -> Iterator[tuple[str, Any]]:
+        """Wait for messages of runs: ("ended", outcome), ("held", (spec, reason)), ("stop", error), or the name of a
+        listener's method with its arguments.
         """
         ...
 
     def save_and_stop(self) -> None: ...
 
-    def dismiss(self) -> None:
-        """Wait for what is being done, and let everybody go."""
+    def close(self) -> None:
+        """Wait for the runs under way and release all resources."""
         ...
 
 
-def _oversee(waiting: _Waiting, crew: Crew, listener: GridListener) -> list[Outcome]:
+def _supervise(queue: _Queue, launcher: Launcher, listener: GridListener) -> list[Outcome]:
     outcomes: list[Outcome] = []
     stop: BaseException | None = None
     try:
-        while crew.is_busy() or (waiting and stop is None):
-            while waiting and stop is None and crew.has_room():
-                crew.begin(*waiting.next())
-            for kind, payload in crew.heard():
+        while launcher.is_busy() or (queue and stop is None):
+            while queue and stop is None and launcher.has_room():
+                launcher.start(*queue.next())
+            for kind, payload in launcher.messages():
                 if kind == "ended":
                     outcomes.append(payload)
                     listener.ended(payload)
-                    waiting.renew()
+                    queue.renew()
                 elif kind == "held":
-                    listener.message(payload[0], f"{payload[1]} Going on with the others; this one comes last.")
-                    waiting.put_last(payload[0])
+                    listener.message(payload[0], f"{payload[1]} This run is put last.")
+                    queue.put_last(payload[0])
                 elif kind == "stop":
                     stop = stop or payload
                 else:
                     getattr(listener, kind)(*payload)
-    except BaseException as error:  # of the listener, too: nobody would see how the runs go on
-        crew.save_and_stop()
+    except BaseException as error:  # an error of the listener as well: the runs could not be followed any more
+        launcher.save_and_stop()
         if not isinstance(error, KeyboardInterrupt):
             raise
-        stop = Interrupted("stopped; what was saved is kept, and the same command goes on from there")
+        stop = Interrupted("stopped; what was saved is kept, and the same command resumes from there")
     finally:
-        crew.dismiss()
+        launcher.close()
     if stop is not None:
         raise stop
     return outcomes
 
 
-def _on_ray(work: Work, jobs: int) -> Crew:
-    from memnorm.lab.launch_ray import Cluster  # here, because ray is there on demand only
+def _ray_launcher(context: RunContext, jobs: int) -> Launcher:
+    from memnorm.lab.launch_ray import RayLauncher  # ray is an optional package
 
-    return Cluster(work, jobs)
+    return RayLauncher(context, jobs)
 
 
-class _Processes:
-    """A crew of processes on this machine."""
+class _ProcessLauncher:
+    """Processes on this machine."""
 
-    def __init__(self, work: Work, jobs: int) -> None:
-        self.workers = [_Worker(work) for _ in range(jobs)]
+    def __init__(self, context: RunContext, jobs: int) -> None:
+        self.workers = [_Worker(context) for _ in range(jobs)]
 
     def has_room(self) -> bool:
         return any(worker.spec is None for worker in self.workers)
@@ -221,10 +225,10 @@ class _Processes:
     def is_busy(self) -> bool:
         return any(worker.spec for worker in self.workers)
 
-    def begin(self, spec: RunSpec, wait_for_holder: bool) -> None:
-        next(worker for worker in self.workers if worker.spec is None).begin(spec, wait_for_holder)
+    def start(self, spec: RunSpec, wait_for_holder: bool) -> None:
+        next(worker for worker in self.workers if worker.spec is None).start(spec, wait_for_holder)
 
-    def heard(self) -> Iterator[tuple[str, Any]]:
+    def messages(self) -> Iterator[tuple[str, Any]]:
         busy = {worker.pipe: worker for worker in self.workers if worker.spec}
         for pipe in wait(list(busy)):
             yield busy[pipe].receive()  # type: ignore[index]
@@ -233,45 +237,45 @@ class _Processes:
         for worker in self.workers:
             worker.save_and_stop()
 
-    def dismiss(self) -> None:
+    def close(self) -> None:
         for worker in self.workers:
-            worker.dismiss()
+            worker.close()
 
 
 class _Worker:
-    """A process that runs what it is given, one after the other."""
+    """A process that makes one run after another."""
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.spec: RunSpec | None = None
-        self._start()
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self.spec: RunSpec | None = None  # of the run under way
+        self._start_process()
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would inherit torch's thread pool, half alive
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, self.work), daemon=False)
+    def _start_process(self) -> None:
+        spawn = multiprocessing.get_context("spawn")  # a fork would inherit torch's thread pool without its threads
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=_serve, args=(theirs, self.context), daemon=False)
         self.process.start()
         theirs.close()
 
-    def begin(self, spec: RunSpec, wait_for_holder: bool) -> None:
+    def start(self, spec: RunSpec, wait_for_holder: bool) -> None:
         self.spec = spec
-        with contextlib.suppress(OSError):  # it died with nothing to do: `receive` will tell
+        with contextlib.suppress(OSError):  # it died while idle: `receive` reports that
             self.pipe.send((spec, wait_for_holder))
 
     def receive(self) -> tuple[str, Any]:
-        """The next thing it says; if it died, that."""
+        """Its next message; if it died, the outcome of its run."""
         try:
             kind, payload = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
             code, spec = self.process.exitcode or 0, self.spec
             self.spec = None
-            self._start()
+            self._start_process()
             why = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
             if code == -signal.SIGKILL:
                 why += " (often: out of memory; try fewer --jobs)"
             assert spec is not None
-            return "ended", Outcome(spec, "failed", f"its process ended: {why}; the same command goes on with it")
+            return "ended", Outcome(spec, "failed", f"its process ended: {why}; the same command resumes it")
         if kind in ("ended", "held", "stop"):
             self.spec = None
         return kind, payload
@@ -280,32 +284,29 @@ class _Worker:
         if self.spec is not None and self.process.is_alive():
             os.kill(self.process.pid or 0, signal.SIGTERM)
 
-    def dismiss(self) -> None:
-        """Wait for what it is doing, and let it end."""
+    def close(self) -> None:
+        """Wait for its run, and end it."""
         try:
             self.pipe.send(None)
             while self.spec is not None:
-                self.pipe_drained()
+                kind, _ = self.pipe.recv()
+                if kind in ("ended", "held", "stop"):
+                    self.spec = None
         except (OSError, EOFError):
             pass
         self.process.join()
         self.pipe.close()
 
-    def pipe_drained(self) -> None:
-        kind, _ = self.pipe.recv()
-        if kind in ("ended", "held", "stop"):
-            self.spec = None
 
-
-def _serve(pipe: Connection, work: Work) -> None:
-    """The worker's side. Ctrl-C reaches it through the terminal as well, and `run` saves on it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # between runs; `run` has its own handler
+def _serve(pipe: Connection, context: RunContext) -> None:
+    """The loop of a worker. Ctrl-C reaches it through the terminal as well; a run saves on it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # between runs; a run has its own handler
 
     def send(kind: str, *arguments: Any) -> None:
         try:
             pipe.send((kind, arguments))
-        except OSError:  # whoever listened was killed
-            signal.raise_signal(signal.SIGTERM)  # on which `run` saves
+        except OSError:  # the parent was killed
+            signal.raise_signal(signal.SIGTERM)  # on which the run saves
 
     while True:
         try:
@@ -315,7 +316,7 @@ def _serve(pipe: Connection, work: Work) -> None:
         if order is None:
             return
         spec, wait_for_holder = order
-        answer = work.attempt(spec, Relay(spec, send), wait_for_holder)
+        answer = context.attempt(spec, Relay(spec, send), wait_for_holder)
         try:
             pipe.send(answer)
         except OSError:

@@ -1,10 +1,10 @@
-"""Many runs on a Ray cluster: a task per run, with a processor each.
+"""Many runs on a Ray cluster: a task with one CPU for each run.
 
-The folders of runs and of data must lie where every machine of the cluster sees them under the same path: what a run
-writes is looked for there by the command that asked for it.
+Every machine of the cluster must see the folders of runs and of data under the same path: the command reads there what
+a run writes.
 
-Runs that have begun are asked to stop, not cancelled: Ray repeats a cancellation, so that it may fall into the saving,
-or meet the next run of the same process.
+Runs under way are asked to stop, not cancelled. Ray repeats a cancellation, which could interrupt the saving or hit the
+next run of the same process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from memnorm.lab.data import default_root
 from memnorm.lab.errors import Interrupted, UsageError
-from memnorm.lab.grid import Work
+from memnorm.lab.grid import RunContext
 from memnorm.lab.listen import Outcome, Relay
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store
@@ -27,24 +27,25 @@ try:
 except ImportError as error:
     raise UsageError("--launcher ray needs the package ray: pip install 'memnorm[ray]'") from error
 
-PATIENCE = 0.5  # seconds between two looks at what runs say
+POLL_SECONDS = 0.5  # between two readings of the messages
 
 
-class Board:
-    """An actor that runs write to and the command reads; who writes is told whether to stop."""
+class MessageBoard:
+    """An actor that collects messages of runs for the command, and passes its stop request to the runs."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, Any]] = []
-        self.begun: set[str] = set()
+        self.started: set[str] = set()
         self.closed = False
 
     def admits(self, digest: str) -> bool:
-        """Whether a run may begin, or go on waiting for who holds it."""
+        """Return True if a run may start, or continue to wait for the process that holds it."""
         if not self.closed:
-            self.begun.add(digest)
+            self.started.add(digest)
         return not self.closed
 
     def write(self, kind: str, arguments: tuple[Any, ...]) -> bool:
+        """Add a message; return True if the run should stop."""
         self.lines.append((kind, arguments))
         return self.closed
 
@@ -53,26 +54,26 @@ class Board:
         return lines
 
     def close(self) -> set[str]:
-        """From now on everybody is told to stop; returns who has begun."""
+        """Ask all runs to stop; returns the digests of those that have started."""
         self.closed = True
-        return self.begun
+        return self.started
 
 
-class Cluster:
-    """A crew on the cluster that `ray.init` finds (RAY_ADDRESS, or `ray start` on this machine), else on a local one
-    that lives as long as this.
+class RayLauncher:
+    """Runs on the cluster that `ray.init` finds (RAY_ADDRESS, or `ray start` on this machine), else on a local one that
+    ends with this object.
     """
 
-    def __init__(self, work: Work, jobs: int) -> None:
+    def __init__(self, context: RunContext, jobs: int) -> None:
         self.jobs, self.running = jobs, dict[Any, RunSpec]()
         self.is_ours = not ray.is_initialized()
         if self.is_ours:
             ray.init(logging_level="warning", log_to_driver=False)
-        self.store = Store(work.root.resolve())
-        data_root = (work.data_root or default_root()).resolve()
-        self.work = replace(work, root=self.store.root, data_root=data_root)
-        self.board: Any = ray.remote(num_cpus=0)(Board).remote()
-        gpus = int(work.execution.device.startswith("cuda"))
+        self.store = Store(context.root.resolve())
+        data_root = (context.data_root or default_root()).resolve()
+        self.context = replace(context, root=self.store.root, data_root=data_root)
+        self.board: Any = ray.remote(num_cpus=0)(MessageBoard).remote()
+        gpus = int(context.execution.device.startswith("cuda"))
         self.task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_attempt)
 
     def has_room(self) -> bool:
@@ -81,12 +82,12 @@ class Cluster:
     def is_busy(self) -> bool:
         return bool(self.running)
 
-    def begin(self, spec: RunSpec, wait_for_holder: bool) -> None:
-        self.running[self.task.remote(self.work, spec, wait_for_holder, self.board)] = spec
+    def start(self, spec: RunSpec, wait_for_holder: bool) -> None:
+        self.running[self.task.remote(self.context, spec, wait_for_holder, self.board)] = spec
 
-    def heard(self) -> Iterator[tuple[str, Any]]:
-        done, _ = ray.wait(list(self.running), timeout=PATIENCE)
-        yield from ray.get(self.board.take.remote())  # before the end of the run that said it
+    def messages(self) -> Iterator[tuple[str, Any]]:
+        done, _ = ray.wait(list(self.running), timeout=POLL_SECONDS)
+        yield from ray.get(self.board.take.remote())  # before the end of the run that wrote them
         for reference in done:
             kind, payload = self._answer(reference)
             if kind == "stop":
@@ -101,19 +102,19 @@ class Cluster:
             return "stop", _stopped()
         except ray.exceptions.RayError as error:
             why = str(error).strip().splitlines()[0]
-            return "ended", Outcome(spec, "failed", f"its task ended: {why}; the same command goes on with it")
+            return "ended", Outcome(spec, "failed", f"its task ended: {why}; the same command resumes it")
         if kind == "ended" and payload.result is not None and self.store.run(spec).result() is None:
             why = f"its result is not in {self.store.root}: --runs must be a folder that all machines share"
             return "ended", Outcome(spec, "failed", why)
         return kind, payload
 
     def save_and_stop(self) -> None:
-        begun = ray.get(self.board.close.remote())
+        started = ray.get(self.board.close.remote())
         for reference, spec in self.running.items():
-            if spec.digest not in begun:  # there may never be room for it
+            if spec.digest not in started:  # the cluster may never have room for it
                 ray.cancel(reference)
 
-    def dismiss(self) -> None:
+    def close(self) -> None:
         try:
             if self.running:
                 ray.wait(list(self.running), num_returns=len(self.running))
@@ -123,22 +124,22 @@ class Cluster:
                 ray.shutdown()
 
 
-def _attempt(work: Work, spec: RunSpec, wait_for_holder: bool, board: Any) -> tuple[str, Any]:
-    """The cluster's side of a run."""
-    asked, folder = False, Store(work.root).run(spec)
+def _attempt(context: RunContext, spec: RunSpec, wait_for_holder: bool, board: Any) -> tuple[str, Any]:
+    """The Ray task of a run."""
+    stopping, folder = False, Store(context.root).run(spec)
 
     def send(kind: str, *arguments: Any) -> None:
-        nonlocal asked
-        if _told(board.write.remote(kind, arguments)) and not asked:
-            asked = True
-            _thread.interrupt_main()  # as Ctrl-C: a run that has begun saves. Ray blocks true signals.
+        nonlocal stopping
+        if _result_of(board.write.remote(kind, arguments)) and not stopping:
+            stopping = True
+            _thread.interrupt_main()  # like Ctrl-C, on which a run saves; Ray blocks real signals
 
     try:
-        while _told(board.admits.remote(spec.digest)):
+        while _result_of(board.admits.remote(spec.digest)):
             if wait_for_holder and folder.is_held():
                 time.sleep(1)
                 continue
-            answer = work.attempt(spec, Relay(spec, send), wait=False)
+            answer = context.attempt(spec, Relay(spec, send), wait=False)
             if answer[0] != "held" or not wait_for_holder:
                 return answer
     except KeyboardInterrupt:  # before its first step
@@ -147,9 +148,9 @@ def _attempt(work: Work, spec: RunSpec, wait_for_holder: bool, board: Any) -> tu
 
 
 def _stopped() -> Interrupted:
-    return Interrupted("stopped on the cluster; the same command goes on from what was saved")
+    return Interrupted("stopped on the cluster; the same command resumes from what was saved")
 
 
-def _told(reference: Any) -> Any:
-    """What a run is told. While a task waits in `ray.get`, Ray gives its processor to another."""
+def _result_of(reference: Any) -> Any:
+    """Wait for a remote call. While a task waits in `ray.get`, Ray gives its CPU to another."""
     return reference.future().result()

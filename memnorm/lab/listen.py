@@ -1,4 +1,4 @@
-"""Who hears what while runs go on: one run talks to a `Listener`, many runs to a `GridListener`. No torch in here."""
+"""Progress of runs: one run calls a `Listener`, many runs call a `GridListener`. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memnorm.lab.spec import RunSpec
 
 
 class Listener:
-    """Hears how a run goes on. This one keeps quiet."""
+    """Receives the progress of a run. This one ignores it."""
 
     def began(self, spec: RunSpec, iteration: int) -> None: ...
 
@@ -33,7 +33,7 @@ class Outcome:
 
 
 class GridListener:
-    """Hears how a grid goes on. This one keeps quiet."""
+    """Receives the progress of many runs. This one ignores it."""
 
     def began(self, spec: RunSpec, iteration: int) -> None: ...
 
@@ -74,7 +74,7 @@ class Together(GridListener):
 
 
 class Relay(Listener):
-    """Passes on what one run says, with the run's name to it, and steps no more often than an eye can follow."""
+    """Forwards the calls of one run with its specification; steps at most five times a second."""
 
     def __init__(self, spec: RunSpec, send: Callable[..., None]) -> None:
         self.spec, self.send = spec, send

@@ -1,5 +1,5 @@
-"""A training with everything written out, for the lab to be checked against: the paper's equations over layers that
-keep whole batches, momentum, weight decay and both forwards. In float64, and slow.
+"""A literal training loop that the lab is tested against: the paper's equations over layers that keep whole batches,
+momentum, weight decay and both forwards. In float64, and slow.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from memnorm.reference import ReferenceBatchNorm, set_recording
 ARMS = {("bn", "single"), ("mbn", "single"), ("mbn", "double")}
 
 
-class Literal:
-    """Network and velocities of a run with BN or MBN; learning rate and strength are told at each step.
+class LiteralTraining:
+    """Network and velocities of a run with BN or MBN; learning rate and strength are arguments of each step.
 
     Raises:
-        UsageError: something of the run is not written out here.
+        UsageError: the run needs something that is not implemented here.
     """
 
     def __init__(self, spec: RunSpec, classes: int, shape: tuple[int, int, int]) -> None:
         self.spec = spec
         torch.manual_seed(mix(spec.seed, "weights"))
         self.network = models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options).double()
-        if missing := list(_not_written_out(spec, self.network)):
+        if missing := list(_not_implemented(spec, self.network)):
             raise UsageError(f"{spec.name} cannot be trained literally: {', '.join(missing)}")
         if spec.norm == "mbn":
             _use_reference(self.network, spec.norm_options.get("memory_size", 20))
         self.layers = [layer for layer in self.network.modules() if isinstance(layer, ReferenceBatchNorm)]
         self.velocity = [torch.zeros_like(one) for one in self.network.parameters()]
-        self.losses: list[float] = []  # of the images since they were asked for
+        self.losses: list[float] = []  # of the images since the last `training_error`
         self.wrong: list[bool] = []
 
     def step(self, images: Tensor, labels: Tensor, *, learning_rate: float, strength: float) -> None:
@@ -57,10 +57,10 @@ class Literal:
                 self.network(images.double())
 
     def training_error(self) -> dict[str, float]:
-        """Of the steps since this was asked before."""
-        told = {"train_loss": sum(self.losses) / len(self.losses), "train_error": _percent(self.wrong)}
+        """Loss and error of the steps since the last call."""
+        found = {"train_loss": sum(self.losses) / len(self.losses), "train_error": _percent(self.wrong)}
         self.losses, self.wrong = [], []
-        return told
+        return found
 
     @torch.no_grad()
     def test_error(self, images: Tensor, labels: Tensor) -> dict[str, float]:
@@ -70,7 +70,7 @@ class Literal:
         return {"test_loss": loss.item(), "test_error": _percent((scores.argmax(1) != labels).tolist())}
 
 
-def _not_written_out(spec: RunSpec, network: nn.Module) -> Iterator[str]:
+def _not_implemented(spec: RunSpec, network: nn.Module) -> Iterator[str]:
     if (spec.norm, spec.scheme) not in ARMS:
         yield f"the norm {spec.norm}, {spec.scheme} forward"
     if spec.norm_options.keys() - {"memory_size"}:

@@ -1,7 +1,7 @@
-"""One run in several processes, started by torchrun: who is who, and what they tell each other.
+"""One run in several processes, started by torchrun.
 
-Every process trains on its share of each batch, DistributedDataParallel averages the gradients. The first process keeps
-the record and evaluates; the others hear from it what to do. A process alone is a team of one and tells nobody.
+Every process trains on its share of each batch; DistributedDataParallel averages the gradients. Rank 0 writes the
+record and evaluates, and broadcasts its decisions. A single process is a group of one without communication.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from memnorm.lab.data.seeds import mix
 from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import RunSpec
 
-PATIENCE = datetime.timedelta(hours=12)  # of those who wait for the first process; torchrun ends them if it dies
+TIMEOUT = datetime.timedelta(hours=12)  # for ranks that wait for rank 0; torchrun ends them if it dies
 
 
 def launched() -> int:
-    """Processes that torchrun has started for this command; 1 without it."""
+    """The number of processes that torchrun has started for this command; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
-def leads() -> bool:
-    """Whether this process is the first of them."""
+def is_first() -> bool:
+    """Return True in the process of rank 0."""
     return launched() == 1 or os.environ["RANK"] == "0"
 
 
-class Team:
+class ProcessGroup:
     """The processes of one run."""
 
     def __init__(self, spec: RunSpec, device: str) -> None:
@@ -45,34 +45,34 @@ class Team:
                 f"Start it with: torchrun --nproc-per-node {self.size} -m memnorm.lab train …"
             )
         if self.size > 1 and device != "cpu":
-            raise UsageError(f"several processes train on the processor only; got device {device}. Pass --device cpu.")
+            raise UsageError(f"several processes train on the CPU only; got device {device}. Pass --device cpu.")
         if self.size > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=PATIENCE)
+            dist.init_process_group("gloo", timeout=TIMEOUT)
         self.rank = dist.get_rank() if self.size > 1 else 0
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """The model to call in training."""
+        """The module to call in training."""
         return DistributedDataParallel(model) if self.size > 1 else model
 
     def synchronizing(self, model: nn.Module, wanted: bool) -> contextlib.AbstractContextManager[Any]:
-        """Within it, a backward of `model` averages the gradients of all processes if wanted; else they wait."""
+        """Within the context, a backward averages the gradients over all processes only if wanted."""
         if wanted or not isinstance(model, DistributedDataParallel):
             return contextlib.nullcontext()
         return model.no_sync()
 
     def shares(self, plan: Iterator[tuple[Tensor, int | None]]) -> Iterator[tuple[Tensor, int | None]]:
-        """This process's part of each batch, with a seed of its own. Where an epoch ends in a batch with fewer images
-        than processes, those that would have none get the batch's first.
+        """This process's part of each batch, with its own seed. If the last batch of an epoch has fewer images than
+        there are processes, those without an image get the first one.
         """
         for indices, seed in plan:
             own = indices.tensor_split(self.size)[self.rank]
             yield own if len(own) else indices[:1], None if seed is None else self.seed(seed)
 
     def seed(self, seed: int) -> int:
-        """Of random numbers that should differ between processes."""
+        """A seed for random numbers that should differ between processes."""
         return seed if self.rank == 0 else mix(seed, "process", self.rank)
 
-    def total(self, *values: float) -> list[float]:
+    def sum(self, *values: float) -> list[float]:
         """The sums over all processes."""
         if self.size == 1:
             return list(values)
@@ -80,18 +80,18 @@ class Team:
         dist.all_reduce(sums)
         return list(sums.tolist())
 
-    def tell(self, value: Any) -> Any:
-        """What the first process says, in every process."""
+    def broadcast(self, value: Any) -> Any:
+        """The value of rank 0, in every process."""
         if self.size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def collect(self, value: Any) -> list[Any]:
-        """What each process says, in the first; nothing elsewhere."""
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes in rank 0; an empty list elsewhere."""
         if self.size == 1:
             return [value]
-        said: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, said, dst=0)
-        return said or []
+        gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, gathered, dst=0)
+        return gathered or []

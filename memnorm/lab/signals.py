@@ -1,4 +1,4 @@
-"""Wishes to stop: Ctrl-C, and the termination that job schedulers send before they kill."""
+"""Stop requests: Ctrl-C, and the SIGTERM that job schedulers send before SIGKILL."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from collections.abc import Iterator
 from typing import Any
 
 
-class Wish:
-    """Whether to stop. No `threading.Event`, which has a lock: a second signal that came while the handler of the first
-    held it would wait for it forever, and a Ctrl-C reaches the processes of a grid twice.
+class StopRequest:
+    """A flag that a signal handler sets. `threading.Event` has a lock: a second signal during the handler of the first
+    would wait for it forever, and a Ctrl-C reaches the processes of a grid twice.
     """
 
-    asked = False
+    made = False
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[Wish]:
-    """Ctrl-C or a termination asks, so that the step can be ended and saved; a second Ctrl-C does not wait."""
-    wish = Wish()
+def stop_signals() -> Iterator[StopRequest]:
+    """Turn SIGINT and SIGTERM into a request, so that the run can end its step and save. A second SIGINT interrupts."""
+    request = StopRequest()
 
-    def ask(number: int, frame: Any) -> None:
-        if wish.asked and number == signal.SIGINT:
+    def handle(number: int, frame: Any) -> None:
+        if request.made and number == signal.SIGINT:
             raise KeyboardInterrupt
-        wish.asked = True
+        request.made = True
 
     if threading.current_thread() is not threading.main_thread():
-        yield wish
+        yield request
         return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield wish
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -40,7 +40,7 @@ def stop_signals() -> Iterator[Wish]:
 
 @contextlib.contextmanager
 def terminations_interrupt() -> Iterator[None]:
-    """Within the context, a termination is a KeyboardInterrupt."""
+    """Within the context, SIGTERM raises KeyboardInterrupt."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

@@ -1,8 +1,8 @@
-"""What a run is: one frozen, validated dataclass, whose hash is the run's name.
+"""The specification of a run: a frozen, validated dataclass, whose hash is in the run's name.
 
-Every field that a number depends on is here; what only says *how* to compute it (threads, device, workers) is
-`Execution`. The hash covers the fields that differ from their defaults. So a field added later leaves the names of old
-runs alone, and a default, once released, must never change.
+It holds every field that a number depends on. How the run is computed (threads, device, workers) is in `Execution`. The
+hash covers the fields that differ from their defaults, so a new field does not change the names of old runs, and a
+released default must never change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import yaml
 from memnorm.lab.errors import UsageError
 
 MEMORY_NORMS = ("mbn",)  # those with a strength λ
-OWN_WORDS = {  # arguments that a run fills in itself
+RESERVED_OPTIONS = {  # arguments that the run sets itself
     "model_options": ("name", "classes", "image_shape", "norm_layer"),
     "data_options": ("name", "root"),
     "norm_options": ("model", "norm"),
@@ -58,28 +58,28 @@ class RunSpec:
     batch_size: int = option(128, "images per forward: the micro-batch, where batches are accumulated")
     accumulate: int = option(1, "micro-batches per optimizer step")
     iterations: int = option(78_200, "optimizer steps")
-    learning_rate: float = option(0.1, "before scaling")
+    learning_rate: float = option(0.1, "learning rate before scaling")
     scaling: Literal["none", "linear", "sqrt"] = option(
-        "none", "of the learning rate with the images per step, over base_batch_size"
+        "none", "scale the learning rate with the images per step / base_batch_size"
     )
     base_batch_size: int = option(128, "images per step that the learning rate is meant for")
     schedule: Literal["step", "cosine", "constant"] = option("step", "step divides by 10 at each milestone")
     milestones: tuple[float, ...] = option((0.4, 0.6), "fractions of the iterations")
     warmup: int = option(0, "iterations of linear warm-up")
-    momentum: float = option(0.9, "of SGD")
-    weight_decay: float = option(1e-4, "of every parameter")
+    momentum: float = option(0.9, "momentum of SGD")
+    weight_decay: float = option(1e-4, "weight decay of every parameter")
     precision: Literal["float32", "float64", "bfloat16"] = option("float32", "bfloat16 is autocast")
-    evaluations: int = option(20, "how often to evaluate, evenly spaced; the last is the headline")
+    evaluations: int = option(20, "number of evaluations, evenly spaced; the last one counts")
     recalibrate: int = option(
-        0, "after the last step, also evaluate with statistics measured afresh on this many images"
+        0, "after the last step, also evaluate with running statistics recomputed from this many images"
     )
-    processes: int = option(1, "that share each batch; torchrun sets it")
-    seed: int = option(0, "of initial weights, data order and augmentation, the same for every norm")
+    processes: int = option(1, "processes that share each batch; torchrun sets it")
+    seed: int = option(0, "seed of initial weights, data order and augmentation, the same for every norm")
 
     def __post_init__(self) -> None:
         check_types(self)
         for name, hint in hints(type(self)).items():
-            if get_origin(hint) is dict:  # the caller's own may change later
+            if get_origin(hint) is dict:  # the caller may change its own later
                 object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))
             elif hint is float:  # 1 and 1.0 are the same run
                 object.__setattr__(self, name, float(getattr(self, name)))
@@ -99,7 +99,7 @@ class RunSpec:
 
     @property
     def base_learning_rate(self) -> float:
-        """After scaling with the images per step."""
+        """The learning rate after scaling with the images per step."""
         ratio = self.images_per_step / self.base_batch_size
         return self.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scaling]
 
@@ -158,14 +158,14 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run is computed; nothing here changes what it is."""
+    """How a run is computed; not part of its identity."""
 
     threads: int = option(0, "threads of torch; 0 leaves torch's own choice")
     device: str = option("auto", "cpu, cuda, cuda:1 …; auto takes a GPU where there is one")
     channels_last: bool = option(False, "keep weights and images with channels last, faster for most convolutions")
     workers: int = option(2, "processes that decode image files; 0 decodes in the training process")
     checkpoint_seconds: float = option(60.0, "time between checkpoints, the most a killed run loses")
-    keep_weights: bool = option(False, "write the final weights to weights.pt beside the result")
+    keep_weights: bool = option(False, "write the final weights to weights.pt in the run's folder")
     tensorboard: bool = option(False, "write event files as well (needs the package tensorboard)")
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ def arm_name(norm: str, scheme: str) -> str:
 
 
 def hints(cls: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields; evaluating the annotations is slow, so it is done once."""
+    """The types of a dataclass's fields, cached because evaluating annotations is slow."""
     if cls not in _HINTS:
         _HINTS[cls] = get_type_hints(cls)
     return _HINTS[cls]
@@ -192,7 +192,7 @@ _HINTS: dict[Any, dict[str, Any]] = {}
 
 
 def check_types(spec: Any) -> None:
-    """Dataclass fields hold what their annotations say; whole floats and ints are each other's friends."""
+    """Check that dataclass fields have their annotated types; an int is accepted as a float."""
     wanted_types = hints(type(spec))
     for one in dataclasses.fields(spec):
         value = getattr(spec, one.name)
@@ -220,7 +220,7 @@ def _is_a(value: Any, hint: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives it back as it was: only then does it have a hash."""
+    """Return True if the value survives a JSON round trip, which its hash needs."""
     try:
         return json.loads(json.dumps(value, allow_nan=False)) == value
     except (TypeError, ValueError, RecursionError):
@@ -239,7 +239,7 @@ def _words(hint: Any) -> str:
 
 
 def _problems(spec: RunSpec) -> list[str]:
-    """What is wrong with the values, in words."""
+    """Error messages for values out of range and contradictions."""
     positive = (
         "batch_size",
         "accumulate",
@@ -292,9 +292,9 @@ def _contradictions(spec: RunSpec) -> list[str]:
         found.append(f"{spec.processes} processes cannot share a batch of {spec.batch_size}")
     if "strength" in spec.norm_options and spec.norm in MEMORY_NORMS:
         found.append("give strength as a field of its own, not in norm_options")
-    for options, names in OWN_WORDS.items():
+    for options, names in RESERVED_OPTIONS.items():
         found += [
-            f"{options} cannot hold {name!r}: the run gives it" for name in names if name in getattr(spec, options)
+            f"{options} cannot hold {name!r}: the run sets it" for name in names if name in getattr(spec, options)
         ]
     return found
 

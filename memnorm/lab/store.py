@@ -1,12 +1,12 @@
-"""Where runs are kept: a folder each, readable without this program.
+"""The store of runs: a folder for each, readable without this program.
 
-    spec.yaml       what the run is
-    env.json        where it was computed, one entry per start
+    spec.yaml       specification
+    env.json        environment, one entry for each start
     metrics.jsonl   one line per evaluation
-    checkpoint-*    to go on from, until there is a result
-    result.json     written last, in one step: a run with it is done
+    checkpoint-*    to resume from, until there is a result
+    result.json     written last, atomically: a run with it is finished
 
-A run is worked on by one process at a time; the operating system frees its lock however that process ends.
+One process at a time works on a run. The operating system releases its lock if it is killed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ NOT_JSON = (ValueError, RecursionError)  # what json.loads raises; the second on
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run as read from the store."""
+    """A run read from the store."""
 
     path: Path
     spec: RunSpec
     metrics: list[dict[str, Any]]
     result: dict[str, Any] | None
-    sessions: Sequence[dict[str, Any]] = ()  # one for each time that a process worked on it: when, where, which commit
+    sessions: Sequence[dict[str, Any]] = ()  # one for each process that worked on it
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Of the last session."""
+        """The environment of the last session."""
         return self.sessions[-1] if self.sessions else {}
 
     @property
@@ -63,7 +63,7 @@ class Store:
         return RunFolder(self.root / spec.name, spec)
 
     def runs(self) -> list[StoredRun]:
-        """Every run that can be read, by name; what cannot is said in `problems`."""
+        """Every run that can be read, by name; others are listed in `problems`."""
         self.problems = []
         found = []
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else []:
@@ -93,7 +93,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self, wait: bool = False) -> Iterator[None]:
-        """Keep other processes out; if one is in, wait for it or say who it is."""
+        """Hold the lock of the run; if another process has it, wait for it or raise RunHeld."""
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(self.path / "lock")
@@ -103,7 +103,7 @@ class RunFolder:
             except filelock.Timeout:
                 raise RunHeld(
                     f"the run {self.path.name} is being worked on by {self._holder()}. Wait for it to end, or stop it; "
-                    "the same command then goes on from its last checkpoint."
+                    "the same command then resumes from its last checkpoint."
                 ) from None
         try:
             since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -116,7 +116,7 @@ class RunFolder:
             lock.release()
 
     def is_held(self) -> bool:
-        """Whether a process is in."""
+        """Return True if a process is working on the run."""
         try:
             with filelock.FileLock(self.path / "lock", timeout=0):
                 return False
@@ -133,10 +133,10 @@ class RunFolder:
             return "another process"
 
     def begin(self, session: dict[str, Any]) -> None:
-        """Note that a process starts to work on the run."""
+        """Record that a process starts to work on the run."""
         for leftover in self.path.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
-        write_text(self.path / "spec.yaml", self.spec.as_yaml())  # again, should it be damaged
+        write_text(self.path / "spec.yaml", self.spec.as_yaml())  # again, in case it is damaged
         sessions = [*self.sessions(), session]
         write_text(self.path / "env.json", json.dumps({"sessions": sessions}, indent=1) + "\n")
 
@@ -148,7 +148,7 @@ class RunFolder:
         return [one for one in sessions if isinstance(one, dict)] if isinstance(sessions, list) else []
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines written so far; a line that was cut short is none."""
+        """The lines written so far, without a line that was cut short."""
         try:
             text = (self.path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -165,11 +165,11 @@ class RunFolder:
         append_line(self.path / "metrics.jsonl", json.dumps(finite(line)))
 
     def write_metrics(self, lines: Sequence[dict[str, Any]]) -> None:
-        """These lines and no others."""
+        """Replace all lines."""
         write_text(self.path / "metrics.jsonl", "".join(json.dumps(finite(line)) + "\n" for line in lines))
 
     def result(self) -> dict[str, Any] | None:
-        """What came out, or None if the run is not done."""
+        """The result, or None if the run is not finished."""
         path = self.path / "result.json"
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
@@ -183,7 +183,7 @@ class RunFolder:
         return result
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Write the result; from then on the run is done and its checkpoints are superfluous."""
+        """Write the result and delete the checkpoints."""
         result = finite(result)
         write_text(self.path / "result.json", json.dumps(result, indent=1) + "\n")
         for checkpoint in self.path.glob("checkpoint-*.pt"):
@@ -191,8 +191,8 @@ class RunFolder:
         return result
 
 
-class Onlooker(RunFolder):
-    """The folder for a process that works on the run and leaves the record to another."""
+class SilentRunFolder(RunFolder):
+    """The folder for processes of rank 1 and up, which write nothing."""
 
     def begin(self, session: dict[str, Any]) -> None:
         pass
@@ -208,11 +208,11 @@ class Onlooker(RunFolder):
 
 
 def _objection(result: Any, spec: RunSpec) -> str | None:
-    """Why this cannot be what came out of the run."""
+    """The reason that this is not a result of the run, or None."""
     if not isinstance(result, dict) or result.get("status") not in STATUSES:
         return "it does not say how the run ended"
     if result.get("name") != spec.name:
-        return f"it is of {result.get('name')}"
+        return f"it belongs to {result.get('name')}"
     if result["status"] == "diverged":
         return None
     final = result.get("final")
@@ -226,7 +226,7 @@ def _objection(result: Any, spec: RunSpec) -> str | None:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinity: what is not finite is null."""
+    """Replace values that are not finite by None: JSON has no infinity."""
     if isinstance(value, dict):
         return {name: finite(one) for name, one in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -235,7 +235,7 @@ def finite(value: Any) -> Any:
 
 
 def check_root(root: Path) -> Path:
-    """A folder that can hold runs."""
+    """Check that runs can be kept in this folder."""
     if root.exists() and not root.is_dir():
         raise UsageError(f"{root} is a file; runs are kept in a folder")
     return root

@@ -1,8 +1,8 @@
-"""One training under way: model, norm, optimizer, schedules, and everything a checkpoint must hold.
+"""The state of a training: model, norm, optimizer, schedules, and everything a checkpoint must hold.
 
-Nothing depends on how the run got to an iteration: the learning rate and the order of the data are functions of the
-iteration, and every step begins by seeding torch with (seed, iteration). So a resumed run repeats an undisturbed one
-bit for bit, and every norm sees the same data, augmentation and dropout.
+The learning rate and the order of the data are functions of the iteration, and every step begins by seeding torch with
+(seed, iteration). So a resumed run is bit-identical to an uninterrupted one, and every norm sees the same data,
+augmentation and dropout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memnorm.lab import models
 from memnorm.lab.data import EVALUATION_BATCH, Data, Source, sweep
 from memnorm.lab.data.seeds import mix
 from memnorm.lab.errors import DeviceMissing, UsageError
-from memnorm.lab.processes import Team
+from memnorm.lab.processes import ProcessGroup
 from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec
 from memnorm.milestones import in_steps
 
@@ -37,18 +37,18 @@ class Training:
     def __init__(
         self, spec: RunSpec, classes: int, shape: tuple[int, int, int], device: str, channels_last: bool = False
     ) -> None:
-        self.spec, self.device, self.team = spec, torch.device(device), Team(spec, device)
+        self.spec, self.device, self.group = spec, torch.device(device), ProcessGroup(spec, device)
         torch.manual_seed(mix(spec.seed, "weights"))
         model = models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options)
         model = with_norm(model, spec)
         self.dtype = torch.float64 if spec.precision == "float64" else torch.float32
         self.layout = torch.channels_last if channels_last else torch.preserve_format
-        self.model = arranged(model.to(self.device, self.dtype).train(), self.layout)
+        self.model = with_layout(model.to(self.device, self.dtype).train(), self.layout)
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), spec.base_learning_rate, momentum=spec.momentum, weight_decay=spec.weight_decay
         )
         self.strength = self._strength_schedule()
-        self.learner = self.team.wrapped(self.model)  # what is called in training
+        self.learner = self.group.wrapped(self.model)  # the module to call in training
         self.second_forward = (
             memnorm.double_forward(self.learner, self.optimizer, every=spec.every, fraction=spec.fraction)
             if spec.scheme == "double"
@@ -75,17 +75,17 @@ class Training:
         return images, labels.to(self.device, non_blocking=True)
 
     def step(self, iteration: int, images: Tensor, labels: Tensor) -> bool:
-        """One step of SGD. Whether the loss was finite; if not, the weights are left as they were."""
-        torch.manual_seed(self.team.seed(mix(self.spec.seed, "step", iteration)))
+        """One step of SGD. Return False if the loss is not finite; then the weights are unchanged."""
+        torch.manual_seed(self.group.seed(mix(self.spec.seed, "step", iteration)))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.spec, iteration)
         images, labels = self.place(images, labels)
         self.optimizer.zero_grad()
-        (images_of_all,) = self.team.total(len(labels))
+        (images_of_all,) = self.group.sum(len(labels))
         parts = max(1, int(images_of_all) // self.spec.batch_size)
         micro_batches = list(zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True))
         for number, micro_batch in enumerate(micro_batches, 1):
-            with self.team.synchronizing(self.learner, number == parts):
+            with self.group.synchronizing(self.learner, number == parts):
                 if not self._accumulate(*micro_batch, images_of_all):
                     return False
         self.optimizer.step()
@@ -101,16 +101,16 @@ class Training:
         with self.autocast():
             scores = self.learner(images)
             loss = nn.functional.cross_entropy(scores, labels)
-        (loss_of_all,) = self.team.total(loss.item())
+        (loss_of_all,) = self.group.sum(loss.item())
         if not math.isfinite(loss_of_all):
             return False
-        (loss * (len(labels) * self.team.size / images_of_all)).backward()
+        (loss * (len(labels) * self.group.size / images_of_all)).backward()
         self.tally.add(loss.detach() * len(labels), scores.detach(), labels)
         return True
 
     @torch.no_grad()
     def evaluate(self, source: Source, workers: int, model: nn.Module | None = None) -> dict[str, Any]:
-        """Loss and error on all images of `source`, in eval mode; training goes on as if nothing had been."""
+        """Loss and error on all images of `source`, in eval mode. It does not affect the training."""
         model, tally = self.model if model is None else model, Tally()
         model.eval()
         try:
@@ -136,7 +136,7 @@ class Training:
         return {f"{name}_recalibrated": found[name] for name in ("test_error", "test_loss")}
 
     def swept(self, source: Source, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """All images of `source`, not augmented, where the model is."""
+        """All images of `source`, not augmented, on the model's device."""
         for images, labels in source.batches(sweep(len(source), EVALUATION_BATCH), workers=workers):
             yield self.place(images, labels)
 
@@ -151,14 +151,14 @@ class Training:
         }
 
     def _state_of_processes(self) -> dict[str, Any]:
-        """What differs between the processes of a team: statistics, and sums of loss and errors."""
-        if self.team.size == 1:
+        """The state that differs between processes: statistics, and sums of loss and errors."""
+        if self.group.size == 1:
             return {}
         own = {"buffers": dict(self.model.named_buffers()), "tally": self.tally.state()}
-        return {"processes": self.team.collect(own)}
+        return {"processes": self.group.gather(own)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        own = state["processes"][self.team.rank] if self.team.size > 1 else {"buffers": {}, "tally": state["tally"]}
+        own = state["processes"][self.group.rank] if self.group.size > 1 else {"buffers": {}, "tally": state["tally"]}
         statistics = {name: value for name, value in own["buffers"].items() if name in state["model"]}
         self.model.load_state_dict({**state["model"], **statistics})
         self.optimizer.load_state_dict(state["optimizer"])
@@ -169,7 +169,7 @@ class Training:
         self.tally.load_state(own["tally"])
 
     def digest(self) -> str:
-        """A hash of every weight and statistic: equal for runs that are equal bit for bit."""
+        """A hash of every weight and statistic: equal for bit-identical runs."""
         digest = hashlib.sha256()
         for name, value in self.model.state_dict().items():
             digest.update(name.encode())
@@ -181,7 +181,7 @@ class Training:
 
 
 def with_norm(model: nn.Module, spec: RunSpec) -> nn.Module:
-    """The model with the norm of the run; a norm whose settings change over the run is told its length."""
+    """The model with the norm of the run. Norms whose settings change over the run get its length."""
     options = dict(spec.norm_options)
     if spec.norm == "bn" and spec.scheme == "single" and not options:
         return model  # as it is
@@ -190,8 +190,8 @@ def with_norm(model: nn.Module, spec: RunSpec) -> nn.Module:
     return memnorm.convert(model, spec.norm, **options)
 
 
-def arranged(model: nn.Module, layout: torch.memory_format) -> nn.Module:
-    """The same model, its weights of two-dimensional convolutions in this layout."""
+def with_layout(model: nn.Module, layout: torch.memory_format) -> nn.Module:
+    """The model with its four-dimensional tensors in this memory layout."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dim() == 4:
             tensor.data = tensor.data.to(memory_format=layout)
@@ -213,10 +213,10 @@ class Tally:
         self.wrong_top5 += len(labels) - int(best.sum())
         self.has_top5 = scores.shape[1] > 5
 
-    def over(self, team: Team) -> Tally:
+    def over(self, group: ProcessGroup) -> Tally:
         """The sums of all processes."""
         joint = Tally()
-        joint.loss, joint.wrong, joint.wrong_top5, joint.images = team.total(  # type: ignore[assignment]
+        joint.loss, joint.wrong, joint.wrong_top5, joint.images = group.sum(  # type: ignore[assignment]
             self.loss, self.wrong, self.wrong_top5, self.images
         )
         joint.has_top5 = self.has_top5
@@ -238,7 +238,7 @@ class Tally:
 
 
 def learning_rate(spec: RunSpec, iteration: int) -> float:
-    """Of the step `iteration`, counted from 0."""
+    """The learning rate of the step `iteration`, counted from 0."""
     rate = spec.base_learning_rate
     if iteration < spec.warmup:
         return rate * (iteration + 1) / (spec.warmup + 1)
@@ -252,7 +252,7 @@ def learning_rate(spec: RunSpec, iteration: int) -> float:
 
 
 def sources(spec: RunSpec, data: Data) -> tuple[Source, Source]:
-    """What to train on and what to evaluate on. Held-out and left-out images are the same for all seeds and norms."""
+    """The images to train and to evaluate on. Held-out and left-out images are the same for all seeds and norms."""
     order = split_order(data)
     wanted = len(data.train) - spec.holdout if spec.train_images is None else spec.train_images
     if wanted < 1 or spec.holdout + wanted > len(data.train):
@@ -285,8 +285,8 @@ def drawn(spec: RunSpec, labels: Tensor, start: int = 0) -> Iterator[tuple[Tenso
 
 
 def recalibration_source(spec: RunSpec, data: Data) -> Source | None:
-    """What to measure statistics on after the last step: the first training images in the order of the split, which is
-    random, so that every batch is a sample of all; the same for all seeds and norms.
+    """The images for recalibration: the first training images in the random order of the split, the same for all seeds
+    and norms.
     """
     if not spec.recalibrate:
         return None
@@ -297,7 +297,7 @@ def recalibration_source(spec: RunSpec, data: Data) -> Source | None:
 
 
 def split_order(data: Data) -> Tensor:
-    """The training images in the order in which they are held out, trained on or left out."""
+    """The order in which training images are held out, trained on or left out."""
     return torch.randperm(len(data.train), generator=torch.Generator().manual_seed(SPLIT_SEED))
 
 

@@ -9,8 +9,8 @@ from helpers.ranks import torchrun
 
 from memnorm.lab.cli import main
 from memnorm.lab.errors import UsageError
+from memnorm.lab.runner import run
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
 
 RUN = {"precision": "float64", "augment": False, "learning_rate": 0.02}
 

@@ -23,9 +23,9 @@ from helpers.lab import PLAIN, end, python, tiny
 from memnorm.lab import environment, grid
 from memnorm.lab.errors import LabError
 from memnorm.lab.listen import GridListener, Listener, Outcome
+from memnorm.lab.runner import run
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
 from memnorm.lab.training import Training, load_data
 
 

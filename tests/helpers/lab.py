@@ -23,9 +23,9 @@ from torch import Tensor, nn
 import memnorm
 from memnorm.lab.data import Source
 from memnorm.lab.listen import Listener
+from memnorm.lab.runner import run
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
 from memnorm.lab.training import Training
 
 TESTS = Path(__file__).parents[1]

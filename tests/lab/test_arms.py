@@ -2,9 +2,10 @@
 
 import pytest
 
-from memnorm.lab.arms import parse_arm, registered, why_not
+from memnorm.lab.arms import parse_arm, registered
 from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import RunSpec
+from memnorm.lab.tables import unsupported
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,6 @@ def test_double_forward_with_a_norm_that_records_nothing_is_refused():
     for name in silent:
         with pytest.raises(UsageError, match=rf"{name}-2: Double-Forward needs a norm that .*{name}"):
             parse_arm(f"{name}-2")
-        assert f"{name!r} has none" in why_not(RunSpec(norm=name, recalibrate=10))
-    assert "nope" in why_not(RunSpec(norm="nope"))
-    assert why_not(RunSpec(norm="mbn", scheme="double")) is None
+        assert f"{name!r} has none" in unsupported(RunSpec(norm=name, recalibrate=10), registered())
+    assert "nope" in unsupported(RunSpec(norm="nope"), registered())
+    assert unsupported(RunSpec(norm="mbn", scheme="double"), registered()) is None

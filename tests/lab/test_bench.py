@@ -39,15 +39,15 @@ def test_a_ratio_compares_within_rounds_and_has_quartiles():
 
 def test_a_busy_machine_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr(clock, "busy", lambda: 0.4)
-    with pytest.raises(UsageError, match=r"40 % of its processor time.*--busy"):
+    with pytest.raises(UsageError, match=r"40 % of its CPU time.*--busy"):
         clock.require_quiet()
     monkeypatch.setattr(clock, "busy", lambda: 0.02)
     assert clock.require_quiet() == 0.02
 
 
-def test_processor_times_give_the_share_in_use(monkeypatch):
+def test_cpu_times_give_the_share_in_use(monkeypatch):
     times = iter([(100, 200), (150, 300)])
-    monkeypatch.setattr(clock, "_processor_times", lambda: next(times))
+    monkeypatch.setattr(clock, "_cpu_times", lambda: next(times))
     assert clock.busy(0) == 0.5
 
 

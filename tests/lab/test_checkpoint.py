@@ -45,7 +45,7 @@ def under_its_own_hash(path: Path) -> Path:
     return path.rename(path.with_name(f"{path.name[:21]}-{digest}.pt"))
 
 
-def test_how_far_a_run_got_is_told_by_the_newest(folder, tmp_path):
+def test_progress_of_a_run_is_read_from_the_newest(folder, tmp_path):
     (folder / "checkpoint-9999999999-of-something-else.pt").touch()
     assert checkpoint.reached(folder) == 20
     assert checkpoint.reached(tmp_path / "never-begun") == 0
@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder, damage):
     found, complaints = read(folder)
     assert found == [10]
     assert complaints == [
-        f"{path.name} cannot be read (its bytes are not those that were written); going back to the one before"
+        f"{path.name} cannot be read (its bytes do not match the hash in its name); using the one before"
     ]
 
 

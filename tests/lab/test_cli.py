@@ -251,7 +251,7 @@ def test_without_the_lab_s_packages_the_command_says_how_to_get_them():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_exits_with_130_after_saving_and_goes_on_later(tmp_path, number):
+def test_an_interrupted_command_exits_with_130_after_saving_and_resumes_later(tmp_path, number):
     words = [sys.executable, "-m", "memnorm.lab", "train", *QUICK, "--iterations", "3000", "--evaluations", "3"]
     words[words.index("6")] = "3000"
     environment = {**os.environ, "MEMNORM_DATA": str(tmp_path)}
@@ -263,6 +263,6 @@ def test_an_interrupted_command_exits_with_130_after_saving_and_goes_on_later(tm
     assert process.returncode == 130
     assert "everything is saved" in err
     again = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
-    assert "goes on at iteration" in again.stderr.readline()
+    assert "resumes at iteration" in again.stderr.readline()
     again.kill()
     again.communicate()

@@ -70,7 +70,7 @@ def test_wrong_usage_of_compare_exits_with_2(call, words, message):
 
 
 def test_reproduce_list_shows_cells_with_the_paper_s_number_status_and_time(call):
-    code, out, _ = call("reproduce", "small-batch", "cifar10", "--scale", "smoke", "--list")
+    code, out, _ = call("reproduce", "small-batch", "cifar10", "--scale", "smoke", "--list", "--threads", "1")
     assert code == 0
     assert re.search(r"small-batch +8/MBN +15\.37 +.*to do", out)
     assert re.search(r"cifar10 +BRN/ResNet-20 +8\.18 +.*to do", out)
@@ -78,14 +78,14 @@ def test_reproduce_list_shows_cells_with_the_paper_s_number_status_and_time(call
 
 
 def test_reproduce_dry_run_shows_the_queue_and_runs_nothing(call, tmp_path):
-    code, out, _ = call("reproduce", "memory-size", "--scale", "smoke", "--dry-run")
+    code, out, _ = call("reproduce", "memory-size", "--scale", "smoke", "--dry-run", "--threads", "1")
     assert code == 0
     assert "3 runs to do" in out
     assert not (tmp_path / "runs").exists()
 
 
 def test_reproduce_dry_run_counts_what_is_left_of_a_run_that_was_begun(call, tmp_path):
-    words = ["reproduce", "memory-size", "--scale", "smoke", "--only", "10/*", "--dry-run", "--json"]
+    words = ["reproduce", "memory-size", "--scale", "smoke", "--only", "10/*", "--dry-run", "--json", "--threads", "1"]
     (whole,) = json.loads(call(*words)[1])
     folder = tmp_path / "runs" / whole["run"]
     folder.mkdir(parents=True)
@@ -102,14 +102,14 @@ def test_reproduce_runs_the_chosen_cells_skips_them_the_second_time_and_reports(
     assert "begins" in err
     assert "smoke" in (tmp_path / "report/report.html").read_text()
     assert "begins" not in call(*words)[2]
-    listing = call("reproduce", "memory-size", "--scale", "smoke", "--list")[1]
+    listing = call("reproduce", "memory-size", "--scale", "smoke", "--list", "--threads", "1")[1]
     assert re.search(r"10/ResNet-20 .*done", listing)
     assert re.search(r"40/ResNet-20 .*to do", listing)
 
 
 def test_cells_whose_norm_is_not_registered_are_listed_as_such(call, monkeypatch):
     monkeypatch.delitem(norms._REGISTRY, "brn")
-    out = call("reproduce", "cifar10", "--scale", "smoke", "--only", "B*/ResNet-20", "--list")[1]
+    out = call("reproduce", "cifar10", "--scale", "smoke", "--only", "B*/ResNet-20", "--list", "--threads", "1")[1]
     assert re.search(r"cifar10 +BRN/ResNet-20 +8\.18 .*'brn' is not registered", out)
     assert re.search(r"cifar10 +BN/ResNet-20 +8\.41 .*to do", out)
 
@@ -130,7 +130,7 @@ def test_every_cell_of_the_paper_runs_at_smoke_scale_within_90_seconds(call, tmp
         assert all(row in smoke and column in smoke for row in table.rows for column in table.columns)
 
 
-def test_smoke_numbers_never_stand_beside_printed_ones(call):
+def test_smoke_numbers_are_never_next_to_printed_ones(call):
     out = call("reproduce", "memory-size", "--scale", "smoke", "--only", "10/*", "--threads", "1")[1]
     assert "7.87" not in out
 

@@ -158,7 +158,7 @@ def test_a_missing_member_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [lambda one: one[:60], lambda one: b"no archive", lambda one: one[:40] + one[50:]])
-def test_a_damaged_archive_is_said_to_be_damaged(tmp_path, damage):
+def test_a_damaged_archive_is_reported(tmp_path, damage):
     archive = tar({"a/good": noise(2000)})
     with pytest.raises(DataCorrupt, match=r"is damaged|lacks"):
         unpack(tmp_path, damage(archive), a__good=noise(2000))
@@ -240,7 +240,7 @@ def test_getting_a_folder_is_a_usage_error(tmp_path):
         data.get(str(tmp_path))
 
 
-def test_a_root_that_cannot_be_written_is_said(tmp_path):
+def test_a_root_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LabError, match="cannot write to"):
         data.get("cifar10", tmp_path / "file" / "below")

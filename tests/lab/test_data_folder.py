@@ -45,7 +45,7 @@ def test_a_folder_gives_normalised_images_and_labels_by_class_name(root):
     assert labels.tolist() == [0, 0, 1]
 
 
-def test_the_images_have_224_pixels_unless_told(root):
+def test_the_images_have_224_pixels_by_default(root):
     assert data.load(str(root)).shape == (3, 224, 224)
 
 

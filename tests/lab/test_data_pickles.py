@@ -189,7 +189,6 @@ def test_a_pickle_cannot_change_how_the_next_one_is_read():
         for state in (b"}" + text("x") + b"K\x01sb.", b"N}" + text("__call__") + b"K\x01s\x86b."):
             with pytest.raises(DataCorrupt):
                 pickles.read(stand_in + state, "x")
-    assert not any(hasattr(one, "x") for one in pickles._NAMES.values())
     assert pickles.read(pickle.dumps(np.arange(3), 2), "x").tolist() == [0, 1, 2]
 
 

@@ -40,7 +40,7 @@ def test_progress_tells_name_bytes_so_far_and_total(site, tmp_path):
     assert seen[-1] == ("file.bin", 5000, 5000)
 
 
-def test_a_truncated_transfer_goes_on_where_it_broke_off(site, tmp_path):
+def test_a_truncated_transfer_resumes(site, tmp_path):
     site.moods = ["cut", "cut"]
     bring(site, tmp_path / "file.bin")
     assert (tmp_path / "file.bin").read_bytes() == PAGE

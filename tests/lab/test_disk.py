@@ -112,7 +112,7 @@ MESSAGES = {
 
 @pytest.mark.parametrize("code", MESSAGES, ids=errno.errorcode.get)
 @pytest.mark.parametrize("place", ["mkstemp", "write_text", "fsync", "replace"])
-def test_what_the_file_system_refuses_is_said_in_words(old, monkeypatch, place, code):
+def test_errors_of_the_file_system_have_readable_messages(old, monkeypatch, place, code):
     def refuse(*_arguments, **_options):
         raise OSError(code, os.strerror(code))
 

@@ -12,9 +12,9 @@ from helpers.lab import PLAIN, on_a_small_disk, timeless, tiny, undisturbed
 from memnorm.lab import grid
 from memnorm.lab.errors import DataMissing, Interrupted, UsageError
 from memnorm.lab.listen import Relay
+from memnorm.lab.runner import run
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
 
 GOOD = [tiny(seed=seed, iterations=6) for seed in range(3)]
 FAILING = tiny(model="helpers.lab:refuse")
@@ -63,7 +63,7 @@ def begun(heard: list[str]) -> list[str]:
     return [line.split()[1] for line in heard if line.startswith("began ")]
 
 
-def assert_goes_on(fork_server: ForkServer, specs: list[RunSpec], store: Store) -> list[str]:
+def assert_resumes(fork_server: ForkServer, specs: list[RunSpec], store: Store) -> list[str]:
     """The same command finishes what was begun, and every run is what it is alone."""
     heard = run_all(fork_server, specs, store)
     assert statuses(heard) == [(spec.name, "finished") for spec in specs]
@@ -152,7 +152,7 @@ def test_a_damaged_result_is_an_outcome_that_says_what_to_do(store):
 
 
 @jobs
-def test_a_grid_says_how_its_runs_go_on(fork_server, store, jobs):
+def test_a_grid_reports_the_progress_of_its_runs(fork_server, store, jobs):
     heard = run_all(fork_server, GOOD[:1], store, jobs=jobs)
     name = GOOD[0].name
     assert heard[0] == f"began {name} 0"
@@ -192,11 +192,11 @@ def test_a_worker_that_is_killed_costs_its_run_only_and_is_replaced(fork_server,
     assert statuses(heard) == [(slow[0].name, "failed"), (slow[1].name, "finished"), (GOOD[0].name, "finished")]
     (ended,) = [line for line in heard if line.startswith(f"ended {slow[0].name} ")]
     assert ended.endswith(
-        "failed its process ended: killed by signal 9 (often: out of memory; try fewer --jobs); the same command goes "
-        "on with it"
+        "failed its process ended: killed by signal 9 (often: out of memory; try fewer --jobs); the same command "
+        "resumes it"
     )
     assert leaves_nothing(leader)
-    again = assert_goes_on(fork_server, specs, store)
+    again = assert_resumes(fork_server, specs, store)
     assert begun(again) == [slow[0].name]
     assert int(next(line for line in again if line.startswith("began ")).split()[2]) >= slow[0].iterations // 2 - 1
 
@@ -245,12 +245,12 @@ def test_ctrl_c_saves_every_run_and_leaves_no_process(fork_server, store, spawn)
     os.killpg(leader, signal.SIGINT)  # as a terminal does: to all of them
     code, heard = fork_server.ended()
     assert code == 130
-    assert heard[-1] == "Interrupted stopped; what was saved is kept, and the same command goes on from there"
+    assert heard[-1] == "Interrupted stopped; what was saved is kept, and the same command resumes from there"
     assert begun(heard) == []
     assert leaves_nothing(leader)
     for spec in slow:
         assert len(list(store.run(spec).path.glob("checkpoint-*.pt"))) == 1
-    again = assert_goes_on(fork_server, specs, store)
+    again = assert_resumes(fork_server, specs, store)
     assert sorted(begun(again)) == sorted(spec.name for spec in specs)
 
 
@@ -298,7 +298,7 @@ def test_workers_of_a_parent_that_was_killed_save_and_end_by_themselves(fork_ser
     assert leaves_nothing(leader)
     for spec in slow:
         assert len(list(store.run(spec).path.glob("checkpoint-*.pt"))) == 1
-    assert_goes_on(fork_server, slow, store)
+    assert_resumes(fork_server, slow, store)
 
 
 def test_a_listener_that_fails_ends_the_grid_at_once_and_saves_every_run(fork_server, store):

@@ -42,7 +42,7 @@ def token(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(token):
-    """Ray on this machine, with two processors."""
+    """Ray on this machine, with two CPUs."""
     ray = library("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
@@ -112,12 +112,12 @@ class Killer(GridEar):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_costs_its_run_only_and_the_same_command_goes_on_with_it(store):
+def test_a_process_that_is_killed_costs_its_run_only_and_the_same_command_resumes_it(store):
     specs = [*SLOW, GOOD[0]]
     outcomes = on_ray(specs, store, EVERY_STEP, listener=Killer(store, SLOW[0]))
     assert [outcome.status for outcome in outcomes] == ["failed", "finished", "finished"]
     assert outcomes[0].message.startswith("its task ended: ")
-    assert outcomes[0].message.endswith("; the same command goes on with it")
+    assert outcomes[0].message.endswith("; the same command resumes it")
     ear = GridEar()
     assert statuses(on_ray(specs, store, listener=ear)) == [(spec, "finished") for spec in specs]
     (line,) = [line for line in ear.heard if line.startswith("began ")]
@@ -127,7 +127,7 @@ def test_a_process_that_is_killed_costs_its_run_only_and_the_same_command_goes_o
 
 
 @pytest.mark.slow
-def test_an_interrupt_saves_every_run_and_the_same_command_goes_on(store):
+def test_an_interrupt_saves_every_run_and_the_same_command_resumes(store):
     specs = [*SLOW, *GOOD]
     with pytest.raises(Interrupted, match="what was saved is kept"):
         on_ray(specs, store, listener=GridEar({"stepped": "interrupt"}))
@@ -142,8 +142,8 @@ def test_an_interrupt_saves_every_run_and_the_same_command_goes_on(store):
 
 
 @pytest.mark.slow
-def test_a_processor_is_one_runs_alone_also_while_it_reports(store):
-    """Ray lends a task's processor to others while the task waits for an answer."""
+def test_a_cpu_belongs_to_one_run_even_while_it_reports(store):
+    """Ray lends a task's CPU to others while the task waits for an answer."""
     at_a_time = []
 
     class Counting(GridEar):
@@ -189,13 +189,13 @@ def test_a_run_that_another_process_works_on_comes_last(store):
 
 
 @pytest.mark.slow
-def test_a_result_that_is_not_in_the_folder_is_said(store, monkeypatch):
+def test_a_result_that_is_not_in_the_folder_is_reported(store, monkeypatch):
     """As on a cluster whose machines share no files."""
     launch_ray = importlib.import_module("memnorm.lab.launch_ray")
     monkeypatch.setattr(launch_ray, "Store", lambda root: Store(root / "elsewhere"))
-    cluster = launch_ray.Cluster(grid.Work(store.root, PLAIN, None), 0)
-    cluster.work = grid.Work(store.root, PLAIN, None)
-    (outcome,) = grid._oversee(grid._Waiting(GOOD[:1], None), cluster, GridEar())
+    cluster = launch_ray.RayLauncher(grid.RunContext(store.root, PLAIN, None), 0)
+    cluster.context = grid.RunContext(store.root, PLAIN, None)
+    (outcome,) = grid._supervise(grid._Queue(GOOD[:1], None), cluster, GridEar())
     assert outcome.status == "failed"
     assert "--runs must be a folder that all machines share" in outcome.message
 

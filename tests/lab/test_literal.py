@@ -11,9 +11,9 @@ import torch
 from helpers.lab import PLAIN, tiny
 
 from memnorm.lab.errors import UsageError
-from memnorm.lab.literal import Literal
+from memnorm.lab.literal import LiteralTraining
+from memnorm.lab.runner import run
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MEMORY = {"norm": "mbn", "scheme": "double", "norm_options": {"memory_size": 2}}
@@ -48,19 +48,19 @@ def trained(folder, **changes):
     ],
     ids=str,
 )
-def test_what_is_not_written_out_is_refused(changes, told):
+def test_what_is_not_implemented_is_refused(changes, told):
     with pytest.raises(UsageError, match=f"cannot be trained literally: {told}$"):
-        Literal(tiny(**MEMORY | {"norm_options": {}} | changes), 4, (1, 8, 8))
+        LiteralTraining(tiny(**MEMORY | {"norm_options": {}} | changes), 4, (1, 8, 8))
 
 
 def test_errors_are_counted_as_the_lab_counts_them():
-    literal = Literal(tiny(**MEMORY), 4, (1, 8, 8))
+    literal = LiteralTraining(tiny(**MEMORY), 4, (1, 8, 8))
     for count in (164, 7):
         literal.wrong, literal.losses = [True] * count + [False] * (1000 - count), [1.0]
         assert literal.training_error()["train_error"] == 100 * count / 1000
 
 
-def test_a_trained_network_goes_on_as_it_is_written(benchmark, tmp_path):
+def test_a_trained_network_continues_literally(benchmark, tmp_path):
     found = benchmark.compared(trained(tmp_path), None, steps=4, test_images=20)
     assert 0 < found["apart"] < 1e-11
     assert found["lab"] == pytest.approx(found["literal"], rel=1e-11)
@@ -69,19 +69,19 @@ def test_a_trained_network_goes_on_as_it_is_written(benchmark, tmp_path):
 
 @pytest.mark.parametrize("change", ["strength", "learning_rate"])
 def test_another_strength_or_learning_rate_is_seen(benchmark, tmp_path, monkeypatch, change):
-    step = Literal.step
-    monkeypatch.setattr(Literal, "step", lambda *a, **told: step(*a, **told | {change: 0.99 * told[change]}))
+    step = LiteralTraining.step
+    monkeypatch.setattr(LiteralTraining, "step", lambda *a, **told: step(*a, **told | {change: 0.99 * told[change]}))
     assert benchmark.compared(trained(tmp_path), None, steps=4, test_images=20)["apart"] > 1e-4
 
 
 def test_a_weight_that_is_no_number_is_not_overlooked(benchmark, tmp_path, monkeypatch):
-    test_error = Literal.test_error
+    test_error = LiteralTraining.test_error
 
     def spoil(literal, *images):
         list(literal.network.parameters())[2].data.fill_(torch.nan)
         return test_error(literal, *images)
 
-    monkeypatch.setattr(Literal, "test_error", spoil)
+    monkeypatch.setattr(LiteralTraining, "test_error", spoil)
     found = benchmark.compared(trained(tmp_path), None, steps=4, test_images=20)
     with pytest.raises(ValueError, match="JSON"):
         json.dumps(found, allow_nan=False)
@@ -93,7 +93,7 @@ def test_a_run_whose_end_has_another_learning_rate_is_refused(benchmark, tmp_pat
         benchmark.compared(trained(tmp_path, **changes), None, steps=4, test_images=20)
 
 
-def test_runs_that_cannot_be_compared_are_said_and_the_others_written(benchmark, tmp_path, monkeypatch, capsys):
+def test_runs_that_cannot_be_compared_are_reported_and_the_others_written(benchmark, tmp_path, monkeypatch, capsys):
     kept = [trained(tmp_path / "runs"), trained(tmp_path / "runs", every=2)]
     for name, value in {"OUT": tmp_path / "out.json", "STEPS": 4, "TEST_IMAGES": 20}.items():
         monkeypatch.setattr(benchmark, name, value)

@@ -9,7 +9,7 @@ from helpers.lab import ARMS, PLAIN, Ear, content, images_of, timeless, tiny
 import memnorm
 from memnorm.lab.data import EVALUATION_BATCH, Data
 from memnorm.lab.errors import UsageError
-from memnorm.lab.train import run
+from memnorm.lab.runner import run
 from memnorm.lab.training import Training, load_data, recalibration_source, sources
 
 ADDED = ("test_error_recalibrated", "test_loss_recalibrated")
@@ -102,7 +102,7 @@ def test_more_images_than_are_trained_on_are_refused_before_anything_is_written(
 
 
 def test_a_norm_without_running_statistics_is_refused(store):
-    with pytest.raises(UsageError, match=r"recalibrate measures running statistics afresh, and 'group' has none"):
+    with pytest.raises(UsageError, match=r"recalibrate needs running statistics, and 'group' has none"):
         run(tiny(norm="group", recalibrate=10), store, execution=PLAIN)
 
 

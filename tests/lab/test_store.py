@@ -98,8 +98,8 @@ def test_a_damaged_result_is_a_problem_that_says_what_to_do(store, folder, text)
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"name": "another"}, "it is of another"),
-        ({"name": None}, "it is of None"),
+        ({"name": "another"}, "it belongs to another"),
+        ({"name": None}, "it belongs to None"),
         ({"final": {**LINE, "iteration": 7}}, "it ends at iteration 7, not 1"),
         ({"final": {**LINE, "test_error": -5.0}}, "its test error is -5.0"),
         ({"final": {**LINE, "test_error": 1e308}}, "its test error is 1e"),
@@ -289,7 +289,7 @@ def test_a_killed_process_frees_its_run(store, holder):
     assert holds(store.run(SPEC))
 
 
-def test_waiting_goes_on_when_the_holder_ends(store, holder):
+def test_waiting_ends_when_the_holder_ends(store, holder):
     second = python(HOLD, store.root)
     try:
         time.sleep(0.5)

@@ -168,7 +168,7 @@ def test_the_memory_table_changes_the_memory_of_mbn_2_on_resnet_20(row, options)
     assert cell("memory-size", f"{row}/ResNet-20").spec == expected
 
 
-def test_the_memory_left_unsaid_is_the_librarys_default():
+def test_the_omitted_memory_size_is_the_librarys_default():
     from memnorm.norms.mbn import OPTIONS
 
     assert OPTIONS["memory_size"] == 20
@@ -217,7 +217,7 @@ def test_what_the_paper_left_out_is_ours_and_what_cannot_be_says_why(name):
         assert "does not apply" in cell(name, key).note
 
 
-def test_only_the_quoted_rows_have_a_printed_number_that_ours_may_not_stand_beside():
+def test_only_the_quoted_rows_have_a_printed_number_that_is_not_comparable():
     printed = [item for item in ALL if getattr(item.part, "printed", None) is not None]
     apart = {f"{name} {part.key}" for name, part in printed if not part.comparable}
     models, tops = ("GoogLeNet", "PReLU-net"), ("top-1 BN", "top-5 BN")

@@ -4,7 +4,7 @@ import pytest
 
 from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.tables import FIGURES, RULES, SCALES, TABLES, at_scale, places, select, unique_specs, why_not
+from memnorm.lab.tables import FIGURES, RULES, SCALES, TABLES, at_scale, places, select, unique_specs, unsupported
 
 ALL = select(["all"])
 SPECS = unique_specs(ALL)
@@ -258,5 +258,5 @@ def test_places_leaves_out_what_has_no_run():
     ],
 )
 def test_a_run_cannot_be_made_without_its_norm_or_without_what_double_forward_needs(norm, scheme, registered, reason):
-    answer = why_not(RunSpec(norm=norm, scheme=scheme), registered)
+    answer = unsupported(RunSpec(norm=norm, scheme=scheme), registered)
     assert answer is None if reason is None else reason in answer

@@ -29,9 +29,9 @@ from helpers.lab import (
 from PIL import Image
 
 from memnorm.lab.errors import Interrupted, RunHeld
+from memnorm.lab.runner import run
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
 
 pytestmark = pytest.mark.usefixtures("no_git")
 
@@ -41,7 +41,7 @@ def fork_server() -> ForkServer:
     return shared_fork_server()
 
 
-def test_the_same_run_twice_ends_alike(store):
+def test_the_same_run_twice_is_bit_identical(store):
     """What the other tests rest on; threads and process are the same here."""
     assert_ends_as_undisturbed(LONG, store, began=0)
 
@@ -57,7 +57,7 @@ def kill_on_the_way(fork_server: ForkServer, spec: RunSpec, store: Store, draw: 
 
 
 @pytest.mark.parametrize("arm", RESUMED.values(), ids=RESUMED.keys())
-def test_a_run_killed_at_a_random_moment_ends_as_undisturbed(fork_server, store, arm):
+def test_a_run_killed_at_a_random_moment_is_bit_identical_to_an_uninterrupted_one(fork_server, store, arm):
     draw = random.Random(f"{arm}")
     spec = LONG.but(**arm)
     assert kill_on_the_way(fork_server, spec, store, draw, checkpoint_seconds=0)
@@ -66,7 +66,7 @@ def test_a_run_killed_at_a_random_moment_ends_as_undisturbed(fork_server, store,
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
-def test_a_run_killed_again_and_again_ends_as_undisturbed(fork_server, store, seed):
+def test_a_run_killed_again_and_again_is_bit_identical_to_an_uninterrupted_one(fork_server, store, seed):
     draw = random.Random(seed)
     spec = LONG.but(
         **draw.choice(list(ARMS.values())),
@@ -90,7 +90,7 @@ MOMENTS = range(1, 80)
 @pytest.mark.parametrize(
     "moment", [one if one in (2, 12, 20, 29, 38, 55) else pytest.param(one, marks=pytest.mark.slow) for one in MOMENTS]
 )
-def test_a_run_killed_before_any_file_operation_ends_as_undisturbed(fork_server, store, moment):
+def test_a_run_killed_before_any_file_operation_is_bit_identical_to_an_uninterrupted_one(fork_server, store, moment):
     fork_server.begin(SHORT, store.root, die_at=moment, checkpoint_seconds=0)
     assert fork_server.ended()[0] in (-signal.SIGKILL, 0)
     assert store.runs() == [] or store.problems == []
@@ -105,7 +105,7 @@ def test_those_moments_cover_the_whole_run(fork_server, store):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("arm", ["bn", "mbn-2 now and then"])
-def test_a_run_asked_to_stop_saves_and_ends_as_undisturbed(fork_server, store, number, arm):
+def test_a_run_asked_to_stop_saves_and_is_bit_identical_to_an_uninterrupted_one(fork_server, store, number, arm):
     spec = LONG.but(**ARMS[arm])
     fork_server.begin(spec, store.root, pause=0.02)
     assert fork_server.hears("stepped 7")
@@ -113,7 +113,7 @@ def test_a_run_asked_to_stop_saves_and_ends_as_undisturbed(fork_server, store, n
     code, heard = fork_server.ended()
     assert code == 130
     assert heard[-1].startswith("Interrupted stopped at iteration ")
-    assert heard[-1].endswith("of 20; everything is saved, and the same command goes on from here")
+    assert heard[-1].endswith("of 20; everything is saved, and the same command resumes from here")
     assert len(checkpoints(store, spec)) == 1
     at = int(heard[-1].split()[4])
     assert 7 <= at < 20
@@ -154,11 +154,11 @@ def test_a_second_signal_within_the_handler_of_the_first_does_not_hang(tmp_path)
         "        left[0] -= 1\n"
         "        signal.raise_signal(signal.SIGTERM)\n"
         "    return trace\n"
-        "with stop_signals() as wish:\n"
+        "with stop_signals() as request:\n"
         "    sys.settrace(trace)\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "    sys.settrace(None)\n"
-        "    print('asked', wish.asked, left[0] < 200)\n"
+        "    print('asked', request.made, left[0] < 200)\n"
     )
     told = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=20, check=True)
     assert told.stdout.split() == ["asked", "True", "True"]
@@ -203,7 +203,7 @@ def test_every_start_is_recorded_with_its_iteration(store):
     assert {one["threads"] for one in folder.sessions()} == {1}
 
 
-def test_time_goes_on_where_it_was(store):
+def test_the_training_time_resumes_where_it_was(store):
     crash(LONG, store, at=15)
     (path,) = checkpoints(store, LONG)[1:]
     before = torch.load(path, weights_only=True)["seconds"]
@@ -231,7 +231,7 @@ def test_waiting_for_another_process_takes_over_what_it_finished(fork_server, st
     assert timeless(result) == undisturbed(LONG)[0]
 
 
-def test_waiting_for_another_process_goes_on_when_it_dies(fork_server, store):
+def test_waiting_for_another_process_ends_when_it_dies(fork_server, store):
     fork_server.begin(LONG, store.root, pause=0.05, checkpoint_seconds=0)
     assert fork_server.hears("stepped 4")
     fork_server.kill()
@@ -268,7 +268,9 @@ def pictures(tmp_path) -> RunSpec:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_run_with_processes_that_decode_images_ends_as_undisturbed(fork_server, store, pictures, number):
+def test_a_run_with_workers_that_decode_images_is_bit_identical_to_an_uninterrupted_one(
+    fork_server, store, pictures, number
+):
     leader = fork_server.begin(pictures, store.root, workers=2, checkpoint_seconds=0)
     assert fork_server.hears("stepped 5")
     assert session_of(leader)

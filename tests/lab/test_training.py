@@ -13,10 +13,10 @@ from torch import nn
 import memnorm
 from memnorm.errors import OptionError
 from memnorm.lab.errors import UsageError
+from memnorm.lab.runner import evaluation_due, run
 from memnorm.lab.spec import Execution
 from memnorm.lab.store import Store
-from memnorm.lab.train import evaluation_due, run
-from memnorm.lab.training import Training, arranged, choose_device, learning_rate, load_data, set_threads, sources
+from memnorm.lab.training import Training, choose_device, learning_rate, load_data, set_threads, sources, with_layout
 
 pytestmark = pytest.mark.usefixtures("no_git")
 
@@ -189,7 +189,7 @@ def test_without_a_holdout_all_images_are_trained_on_and_the_test_set_is_evaluat
     assert Counter(content(spy.evaluated)) == Counter(content([images_of(data.test)]) * 2)
 
 
-def test_images_are_augmented_unless_told_otherwise(store, spy):
+def test_images_are_augmented_by_default(store, spy):
     run(tiny(iterations=6), store, execution=PLAIN)
     original = set(content([images_of(load_data(tiny(), None).train)]))
     assert not set(content(spy.images)) <= original
@@ -290,7 +290,7 @@ def test_channels_last_is_the_layout_of_weights_and_images(channels_last):
 
 
 def test_channels_last_leaves_weights_of_other_ranks_alone():
-    model = arranged(nn.Sequential(nn.Conv1d(2, 2, 3), nn.Conv2d(2, 2, 3), nn.Conv3d(2, 2, 3)), torch.channels_last)
+    model = with_layout(nn.Sequential(nn.Conv1d(2, 2, 3), nn.Conv2d(2, 2, 3), nn.Conv3d(2, 2, 3)), torch.channels_last)
     assert [layer.weight.is_contiguous() for layer in model] == [True, False, True]
 
 

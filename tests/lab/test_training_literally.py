@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memnorm.lab.data import Source
-from memnorm.lab.literal import Literal
+from memnorm.lab.literal import LiteralTraining
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.training import Training
 
@@ -48,7 +48,7 @@ def test_the_lab_trains_and_evaluates_a_network_as_it_is_written(norm, scheme):
     spec = RunSpec(
         model="resnet8", norm=norm, norm_options=options, scheme=scheme, iterations=STEPS, precision="float64"
     )
-    lab, literal = Training(spec, CLASSES, shape, "cpu"), Literal(spec, CLASSES, shape)
+    lab, literal = Training(spec, CLASSES, shape, "cpu"), LiteralTraining(spec, CLASSES, shape)
     unseen = Noise(50, shape, seed=1000)
     for step in range(STEPS):
         batch = Noise(4, shape, seed=step)
@@ -70,7 +70,7 @@ def test_in_float32_a_step_differs_by_rounding(norm, scheme, channels_last):
     """
     shape = (3, 32, 32)
     spec = RunSpec(model="resnet8", norm=norm, scheme=scheme, iterations=STEPS)
-    lab, literal = Training(spec, CLASSES, shape, "cpu", channels_last), Literal(spec, CLASSES, shape)
+    lab, literal = Training(spec, CLASSES, shape, "cpu", channels_last), LiteralTraining(spec, CLASSES, shape)
     unseen, off = Noise(50, shape, seed=1000), []
     for step in range(STEPS):
         batch = Noise(8, shape, seed=step)

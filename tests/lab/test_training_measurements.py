@@ -17,9 +17,9 @@ from torch import nn
 import memnorm
 from memnorm.lab import environment
 from memnorm.lab.models import build
+from memnorm.lab.runner import run
 from memnorm.lab.spec import Execution
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
 from memnorm.lab.training import Tally, Training, load_data
 
 KEEPING = Execution(threads=1, device="cpu", workers=0, keep_weights=True)
@@ -125,7 +125,7 @@ def test_a_line_says_when_and_how_fast_it_was_measured(recorded):
     assert result["seconds"] == seconds[-1]
 
 
-def test_the_headline_is_the_last_evaluation_and_the_best_stands_beside_it(store):
+def test_the_headline_is_the_last_evaluation_and_the_best_is_stored_as_well(store):
     for seed in range(20):
         spec = tiny(evaluations=12, seed=seed, learning_rate=0.5)
         result = run(spec, store, execution=PLAIN)

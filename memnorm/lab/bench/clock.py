@@ -12,8 +12,8 @@ from pathlib import Path
 
 from memnorm.lab.errors import UsageError
 
-LEAST = 5e-3  # seconds that a turn should last, so that its first call, on another's caches, does not matter
-QUIET = 0.15  # of the machine's time that others may use
+LEAST = 5e-3  # seconds of a turn, so that its first call, with cold caches, does not matter
+QUIET = 0.15  # share of CPU time that others may use
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def busy(seconds: float = 1.0) -> float | None:
-    """The share of the processors' time in which somebody works while we wait; None where the system does not say."""
-    before = _processor_times()
+    """The share of CPU time that other processes use; None where the system does not report it."""
+    before = _cpu_times()
     time.sleep(seconds)
-    after = _processor_times()
+    after = _cpu_times()
     if before is None or after is None:
         return None
     idle, total = after[0] - before[0], after[1] - before[1]
     return 1 - idle / max(total, 1)
 
 
-def _processor_times() -> tuple[int, int] | None:
-    """Idle and total time of all processors since start, in ticks."""
+def _cpu_times() -> tuple[int, int] | None:
+    """Idle and total time of all CPUs since start, in ticks."""
     try:
         fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     except (OSError, ValueError, IndexError):
@@ -84,14 +84,14 @@ def _processor_times() -> tuple[int, int] | None:
 
 
 def require_quiet() -> float | None:
-    """How busy the machine is; an error if that would make times worthless."""
+    """The share of CPU time that others use; raises an error if it is too large for measurements."""
     share = busy()
     if share is None:
         cores = os.cpu_count() or 1
         share = os.getloadavg()[0] / cores if hasattr(os, "getloadavg") else None
     if share is not None and share > QUIET:
         raise UsageError(
-            f"the machine is busy ({100 * share:.0f} % of its processor time goes to others): times taken now would "
-            "mean little. Stop what runs, or measure all the same with --busy."
+            f"the machine is busy ({100 * share:.0f} % of its CPU time is used by others): times measured now would "
+            "be unreliable. Stop other programs, or measure anyway with --busy."
         )
     return share

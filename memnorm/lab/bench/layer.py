@@ -1,5 +1,5 @@
-"""One layer against torch's: training forward and backward with recording, eval, memory sizes, batch sizes, and how
-near it comes to the memory's bandwidth.
+"""One layer compared with torch's: training forward and backward with recording, eval, memory sizes, batch sizes, and
+the share of the memory bandwidth.
 """
 
 from __future__ import annotations

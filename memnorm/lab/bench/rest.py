@@ -1,4 +1,4 @@
-"""What else a user pays: data, memory, the import, the conversion."""
+"""Costs of data, memory, the import and the conversion."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print(peak.read())
 
 
 def measure_data(rounds: int = 15) -> dict[str, Any]:
-    """Batches of CIFAR's size, drawn, normalised and augmented, beside a ResNet-20 step with batch norm."""
+    """Batches of CIFAR's size, drawn, normalised and augmented, as a share of a ResNet-20 step with batch norm."""
     source = data.load("synthetic", channels=3, image_size=32, train=50_000, test=10).train
     rows, found = [], []
     for batch_size in (8, 128):
@@ -103,7 +103,7 @@ PROCESSES = [
 
 
 def saved_bytes(kind: str) -> int:
-    """What autograd keeps of a layer's forward."""
+    """Bytes that autograd keeps for the backward of a layer."""
     x, _ = layer_data((8, *CURVE))
     layer = nn.BatchNorm2d(CURVE[0]) if kind == "BN" else memnorm.MemorizedBatchNorm2d(CURVE[0])
     layer(x)
@@ -115,7 +115,7 @@ def saved_bytes(kind: str) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = layer(x)
-    return sum(kept) + len(getattr(y.grad_fn, "saved", b""))  # the kernels' own vectors are no tensor
+    return sum(kept) + len(getattr(y.grad_fn, "saved", b""))  # the kernels save vectors, not tensors
 
 
 def memory_bytes() -> int:

@@ -79,7 +79,7 @@ def _network(name: str, batch_size: int, arms: dict[str, dict[str, Any]], rounds
     every = 4  # a round is that many steps, so that the arm which does something every fourth time does it once
     order, generator = list(steps), random.Random(0)
     for turn in range(1 + rounds):
-        generator.shuffle(order)  # the arm before leaves its traces in the caches
+        generator.shuffle(order)  # the arm before affects the caches
         for arm in order:
             step = steps[arm]
             parts = [step() for _ in range(every if "every=4" in arm else 1)]
@@ -97,7 +97,7 @@ def _network(name: str, batch_size: int, arms: dict[str, dict[str, Any]], rounds
 def stepper(
     name: str, batch_size: int, *, norm: str, double: dict[str, Any] | None = None, fused: bool = False, **options: Any
 ) -> Callable[[], list[float]]:
-    """A step that says how long its forward, its backward and its update (with the second forward) took."""
+    """A step that returns the seconds of its forward, its backward and its update with the second forward."""
     torch.manual_seed(0)
     model = models.build(name, classes=10, image_shape=(3, 32, 32))
     if norm != "bn":

@@ -1,4 +1,4 @@
-"""What must be reached, and whether it was."""
+"""Bounds on measured costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Target:
-    """A measured value beside the bound it must not exceed, and the one that would be good."""
+    """A measured value, the bound that it must not exceed, and a bound that would be good."""
 
     what: str
     value: float

@@ -1,6 +1,6 @@
-"""The command `memnorm`: a module per subcommand, loaded when it is called for.
+"""The command `memnorm`: a module for each subcommand, imported when it is called.
 
-Results go to stdout, messages to stderr. Exit codes: 0 all well, 1 a run failed, 2 wrong usage, 3 data missing (the
+Results go to stdout, messages to stderr. Exit codes: 0 success, 1 a run failed, 2 wrong usage, 3 data missing (the
 message holds the command that gets it), 130 interrupted after saving.
 """
 
@@ -24,7 +24,7 @@ COMMANDS = {
     "reproduce": "the tables and figures of the paper",
     "report": "HTML, Markdown and CSV from stored runs",
     "data": "list, get and verify data sets",
-    "bench": "what a layer and a training step cost on this machine, beside batch norm",
+    "bench": "what a layer and a training step cost on this machine, compared with batch norm",
     "info": "versions, device, threads, kernels, data folders",
 }
 EXAMPLES = """\
@@ -38,8 +38,8 @@ NEEDS = "the command memnorm needs the lab's packages ({error}): pip install 'me
 
 
 def program() -> NoReturn:
-    """The command as a process. One of several that torchrun started leaves without taking Python down: torch's thread
-    for collectives may be at work still, and would abort it.
+    """The entry point. A process of torchrun exits without Python's shutdown: torch's thread for collectives may still
+    run, and would abort it.
     """
     code = main()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -66,14 +66,14 @@ def overview() -> str:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:{width}}  {about}" for name, about in COMMANDS.items())
     return (
-        f"memnorm {memnorm.__version__}: batch normalization with a memory, and the lab to judge it in\n\n"
+        f"memnorm {memnorm.__version__}: batch normalization with a memory, and the lab to test it\n\n"
         f"{EXAMPLES}\ncommands:\n{commands}\n\n`memnorm COMMAND --help` says more.\n"
-        "Exit codes: 0 all well, 1 a run failed, 2 wrong usage, 3 data missing, 130 interrupted after saving."
+        "Exit codes: 0 success, 1 a run failed, 2 wrong usage, 3 data missing, 130 interrupted after saving."
     )
 
 
 def guarded(name: str, words: list[str]) -> int:
-    """Run a subcommand; what goes wrong becomes a message and an exit code."""
+    """Run a subcommand; errors become a message and an exit code."""
     try:
         command: Any = importlib.import_module(f"memnorm.lab.cli.{name}")
     except ImportError as error:
@@ -88,8 +88,8 @@ def guarded(name: str, words: list[str]) -> int:
     except MemnormError as error:
         return complain(str(error), FAILED)
     except KeyboardInterrupt:
-        return complain("interrupted; what was saved is kept, and the same command goes on from there", INTERRUPTED)
-    except BrokenPipeError:  # the reader of our output has gone
+        return complain("interrupted; what was saved is kept, and the same command resumes from there", INTERRUPTED)
+    except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except ModuleNotFoundError as error:

@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def known(path: Path | None) -> dict[str, Any]:
-    """What the file holds already: parts may be measured one by one."""
+    """The record in the file, to which parts are added."""
     if path is None or not path.exists():
         return {}
     try:
@@ -60,7 +60,7 @@ def known(path: Path | None) -> dict[str, Any]:
 
 
 def measure(arguments: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The parts asked for, each when it is done, and before them where they were measured."""
+    """The machine, then each requested part when it is done."""
     import torch
 
     from memnorm.lab import environment

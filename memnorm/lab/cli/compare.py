@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from memnorm.lab import compare, report
+from memnorm.lab import report
 from memnorm.lab.arms import parse_arm
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, numbers, parse, parser
+from memnorm.lab.comparison import Comparison
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
+from memnorm.lab.experiment import Experiment, run_experiment
 from memnorm.lab.grid import run_all
 from memnorm.lab.listen import Outcome
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
 from memnorm.lab.training import load_data
+from memnorm.lab.verdict import TEST_HEADER, Verdict
 from memnorm.text import table
 
 EXAMPLES = """
@@ -30,9 +33,11 @@ examples:
 
 Every norm sees the same number of images, in the same order, from the same initial weights. The learning rate is meant
 for --base-batch-size and is scaled with the batch; --tune chooses one per norm and batch size on held-out training
-images. Timings of runs side by side (--jobs) disturb each other: take them from a run without.
+images. Runs side by side (--jobs) disturb each other's timings: use --jobs 0 to measure them.
 """
 DEFAULTS = {"model": "small", "data": "digits", "scaling": "linear", "base_batch_size": 32, "evaluations": 5}
+NO_VERDICT = Verdict("One norm only: nothing to compare it with.")
+ERROR_HEADER = ("norm", "batch", "rate", "test error %", "ms per step", "peak MiB", "")
 OWN = (
     "norm",
     "norm_options",
@@ -53,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     base = filled(RunSpec, arguments, skip=OWN)
     execution = filled(Execution, arguments)
     ensure([base.data], arguments.data_root, arguments.download)
-    question = ask(arguments, base)
+    experiment = asked_for(arguments, base)
     store = Store(arguments.runs)
 
     def run(specs: Sequence[RunSpec]) -> list[Outcome]:
@@ -67,15 +72,17 @@ def main(words: Sequence[str]) -> int:
                 listener=listener,
             )
 
-    found = compare.answer(question, run, store)
-    stored = [outcome.spec for outcome in found.outcomes if outcome.status != "failed"]
-    written = report.write([arguments.runs], arguments.out, only=stored) if stored else []
-    print(as_json(found) if arguments.json else as_text(found, question, written))
-    return FAILED if any(outcome.status == "failed" for outcome in found.outcomes) else OK
+    found, rates = run_experiment(experiment, run, store)
+    written = report.write(report.collect(made=[found]), arguments.out)
+    if arguments.json:
+        print(json.dumps(as_dict(found, rates), indent=1))
+    else:
+        print("\n\n".join([protocol(experiment), as_text(found), f"report: {written[0]}"]))
+    return FAILED if found.failures else OK
 
 
 def flags() -> Any:
-    made = parser("compare", "Compare norms at several batch sizes, and say what may be concluded.", EXAMPLES)
+    made = parser("compare", "Compare norms at several batch sizes, with significance tests.", EXAMPLES)
     made.add_argument("--config", action="config", help="YAML file with any of these settings")
     asked = made.add_argument_group("the question")
     asked.add_argument("--norms", type=str, default="bn,mbn", help="norms to compare, comma-separated")
@@ -97,7 +104,7 @@ def flags() -> Any:
     return made
 
 
-def ask(arguments: Any, base: RunSpec) -> compare.Question:
+def asked_for(arguments: Any, base: RunSpec) -> Experiment:
     arms = {json.dumps(arm): arm for arm in map(parse_arm, names(arguments.norms))}
     sizes = dict.fromkeys(numbers(arguments.batch_sizes, int, "--batch-sizes"))
     for name, value in (("--seeds", arguments.seeds), ("--epochs", arguments.epochs), ("--norms", len(arms))):
@@ -111,7 +118,7 @@ def ask(arguments: Any, base: RunSpec) -> compare.Question:
         trained -= trained % whole
     base = base.but(train_images=trained)
     images = math.ceil(arguments.epochs * trained / whole) * whole
-    return compare.Question(
+    return Experiment(
         base,
         tuple(arms.values()),
         tuple(sizes),
@@ -122,44 +129,73 @@ def ask(arguments: Any, base: RunSpec) -> compare.Question:
     )
 
 
-def as_json(found: compare.Answer) -> str:
-    verdict = {"headline": found.verdict.headline, "details": found.verdict.details, "use": found.verdict.use}
-    failed = [{"run": one.spec.name, "message": one.message} for one in found.outcomes if one.status == "failed"]
-    return json.dumps({"rows": found.rows, "verdict": verdict, "failed": failed}, indent=1)
-
-
-def as_text(found: compare.Answer, question: compare.Question, written: Sequence[Path]) -> str:
-    base = question.base
-    protocol = (
-        f"{base.data}, {base.model}: {question.images:,} images a run, learning rate {base.learning_rate:g} at batch "
-        f"{base.base_batch_size}, {base.scaling} scaling, {question.seeds} seeds"
-        + ("; learning rate chosen per norm and batch size on held-out training images" if question.rates else "")
+def protocol(experiment: Experiment) -> str:
+    base = experiment.base
+    return (
+        f"{base.data}, {base.model}: {experiment.images:,} images per run, learning rate {base.learning_rate:g} at "
+        f"batch {base.base_batch_size}, {base.scaling} scaling, {experiment.seeds} seeds"
+        + ("; learning rate chosen per norm and batch size on held-out training images" if experiment.rates else "")
     )
-    header, rows = error_table(found)
-    failed = [f"{one.spec.arm} batch {one.spec.batch_size}: {one.message}" for one in found.outcomes if one.message]
-    trouble = ["failed:\n" + "\n".join(failed)] if failed else []
+
+
+def as_dict(found: Comparison, rates: Collection[tuple[str, int]] = ()) -> dict[str, Any]:
+    """The comparison for `--json`. `rates`: the arms and batch sizes whose learning rate was tuned."""
+    judged = found.verdict or NO_VERDICT
+    rows = []
+    for label, group in found.groups:
+        errors, cost = group.sample(), group.cost
+        rows.append(
+            {
+                "norm": label,
+                "batch_size": group.spec.batch_size,
+                "learning_rate": group.spec.base_learning_rate,
+                "tuned": (group.spec.arm, group.spec.batch_size) in rates,
+                "n": errors.n if errors else 0,
+                "test_error": errors.mean if errors else None,
+                "sd": errors.sd if errors else None,
+                "diverged": len(group.having("diverged")),
+                "failed": len(group.having("unfinished")),
+                "step_ms": cost.step_ms,
+                "peak_memory_mb": cost.memory_mb,
+            }
+        )
+    return {
+        "rows": rows,
+        "verdict": {"headline": judged.headline, "details": judged.details, "use": judged.use},
+        "tests": [dict(zip(TEST_HEADER, one.cells, strict=True)) for one in judged.tests],
+        "failed": [{"run": run, "message": message} for run, message in found.failures],
+    }
+
+
+def as_text(found: Comparison) -> str:
+    """The comparison for the terminal: errors, verdict, significance tests."""
+    judged = found.verdict or NO_VERDICT
+    failed = ["failed:\n" + "\n".join(f"{run}: {message}" for run, message in found.failures)] if found.failures else []
+    tests = [table([TEST_HEADER, *(one.cells for one in judged.shown)])] if judged.shown else []
     return "\n\n".join(
-        [protocol, table([header, *rows]), *trouble, found.verdict.text, *(f"report: {page}" for page in written[:1])]
+        [table([ERROR_HEADER, *error_rows(found)]), *failed, *tests, "\n".join((judged.headline, *judged.details))]
     )
 
 
-def error_table(found: compare.Answer) -> tuple[Sequence[str], list[Sequence[str]]]:
-    header = ("norm", "batch", "rate", "test error %", "ms a step", "peak MiB", "")
-    return header, [_cells(row) for row in found.rows]
+def error_rows(found: Comparison) -> list[tuple[str, ...]]:
+    """Rows under ERROR_HEADER."""
 
-
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     def shown(value: float | None, digits: int) -> str:
         return "–" if value is None else f"{value:.{digits}f}"
 
-    spread = f" ± {row['sd']:.2f}" if row["sd"] is not None else ""
-    trouble = [f"{row[name]} {name}" for name in ("diverged", "failed") if row[name]]
-    return (
-        row["norm"],
-        str(row["batch_size"]),
-        f"{row['learning_rate']:.3g}",
-        f"{shown(row['test_error'], 2)}{spread} (n = {row['n']})",
-        shown(row["step_ms"], 1),
-        shown(row["peak_memory_mb"], 0),
-        ", ".join(trouble),
-    )
+    rows: list[tuple[str, ...]] = []
+    for row in as_dict(found)["rows"]:
+        spread = f" ± {row['sd']:.2f}" if row["sd"] is not None else ""
+        trouble = [f"{row[name]} {name}" for name in ("diverged", "failed") if row[name]]
+        rows.append(
+            (
+                row["norm"],
+                str(row["batch_size"]),
+                f"{row['learning_rate']:.3g}",
+                f"{shown(row['test_error'], 2)}{spread} (n = {row['n']})",
+                shown(row["step_ms"], 1),
+                shown(row["peak_memory_mb"], 0),
+                ", ".join(trouble),
+            )
+        )
+    return rows

@@ -16,7 +16,7 @@ from memnorm.text import table
 EXAMPLES = """
 examples:
   memnorm data list
-  memnorm data get cifar10                     download, check, unpack; an interrupted download goes on
+  memnorm data get cifar10                     download, check, unpack; an interrupted download resumes
   memnorm data verify cifar10 --data-root DIR  checksums of the files
 """
 
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def ensure(names: Iterable[str], root: Path | None, download: bool) -> None:
-    """Have the data before anything is computed; without --download, say how to get them."""
+    """Download missing data sets with --download; without it, raise an error with the command."""
     for name in names:
         entry, place = data.available().get(name), root or data.default_root()
         if entry is None or entry.present(place):

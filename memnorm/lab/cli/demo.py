@@ -1,7 +1,6 @@
 """memnorm demo: the equations, the cost on this machine, and a live comparison, in two minutes.
 
-The protocol of the comparison is fixed here, before anything is seen, and no arm is tuned. What comes out is reported
-as it is.
+The protocol of the comparison is fixed here in advance, and no arm is tuned.
 """
 
 from __future__ import annotations
@@ -12,17 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memnorm.lab import compare, equations, report
+from memnorm.lab import equations, report
 from memnorm.lab.arms import parse_arm
 from memnorm.lab.bench.clock import Ratio
-from memnorm.lab.cli.compare import as_json, error_table
+from memnorm.lab.cli.compare import ERROR_HEADER, as_dict, error_rows
 from memnorm.lab.cli.flags import parse, parser
+from memnorm.lab.comparison import Comparison
 from memnorm.lab.console import stderr, watching
 from memnorm.lab.cost import measure
 from memnorm.lab.environment import cores
 from memnorm.lab.errors import FAILED, OK
+from memnorm.lab.experiment import Experiment, run_experiment
 from memnorm.lab.grid import run_all
 from memnorm.lab.listen import Outcome
+from memnorm.lab.report import Grid, Section
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
 from memnorm.text import table
@@ -42,7 +44,6 @@ PROTOCOL = (
 )
 MORE = "memnorm compare --norms bn,mbn --batch-sizes 1,2,4,8 --seeds 10 --jobs 2"
 RECORDED = "Our runs on CIFAR-10 are on the page docs/evidence.md of the repository."
-Part = report.Section
 
 
 def main(words: Sequence[str]) -> int:
@@ -58,78 +59,78 @@ def main(words: Sequence[str]) -> int:
     console.print(f"3/3 live comparison: {PROTOCOL} …", markup=False)
     found = live(Store(arguments.out / "runs"))
     parts = [equations_part(checks), cost_part(costs)]
-    specs = [outcome.spec for outcome in found.outcomes]
-    roots, sections = [arguments.out / "runs"], [*parts, protocol_part()]
-    written = report.write(roots, arguments.out, title="memnorm demo", sections=sections, only=specs)
+    page = report.collect([], title="memnorm demo", sections=[*parts, protocol_part()], made=[found], only=[])
+    written = report.write(page, arguments.out)
     parts.append(live_part(found))
     print(numbers_of(checks, costs, found) if arguments.json else as_text(parts, written[0]))
-    return FAILED if any(outcome.status == "failed" for outcome in found.outcomes) else OK
+    return FAILED if found.failures else OK
 
 
-def live(store: Store) -> compare.Answer:
-    """Two processes of one thread where there are two cores: the network is too small for more threads."""
-    question = compare.Question(BASE, tuple(map(parse_arm, ARMS)), BATCH_SIZES, SEEDS, IMAGES)
+def live(store: Store) -> Comparison:
+    """Run the comparison now, in two processes of one thread: the network is too small for more threads."""
+    experiment = Experiment(BASE, tuple(map(parse_arm, ARMS)), BATCH_SIZES, SEEDS, IMAGES)
 
     def run(specs: Sequence[RunSpec]) -> list[Outcome]:
-        for spec in specs:  # live means now
+        for spec in specs:  # those of an earlier demo do not count
             shutil.rmtree(store.run(spec).path, ignore_errors=True)
         with watching(len(specs)) as listener:
             jobs = min(2, cores())
             return run_all(specs, store, execution=Execution(), jobs=jobs, listener=listener)
 
-    return compare.answer(question, run, store)
+    return run_experiment(experiment, run, store)[0]
 
 
-def equations_part(checks: Sequence[equations.Check]) -> Part:
+def equations_part(checks: Sequence[equations.Check]) -> Section:
     largest = max(check.difference for check in checks)
-    return Part(
+    return Section(
         "The layers against the equations",
         [
-            "Each layer beside the paper's Eq. 5 and Algorithm 1 as a literal program that keeps remembered batches "
-            f"whole (memnorm.reference), in float64. Largest difference found: {largest:.1e}."
+            "Each layer compared with the paper's Eq. 5 and Algorithm 1 as a literal program, which keeps remembered "
+            f"batches whole (memnorm.reference), in float64. Largest difference found: {largest:.1e}."
         ],
-        [report.Grid("", ("what", "largest difference"), [(one.what, f"{one.difference:.1e}") for one in checks])],
+        [Grid("", ("what", "largest difference"), [(one.what, f"{one.difference:.1e}") for one in checks])],
     )
 
 
-def cost_part(costs: Sequence[Ratio]) -> Part:
+def cost_part(costs: Sequence[Ratio]) -> Section:
     rows = [
         (one.name, f"{one.milliseconds:.1f}", f"{one.ratio:.2f}", f"{one.low:.2f} to {one.high:.2f}") for one in costs
     ]
-    return Part(
+    return Section(
         "What a training step costs on this machine",
         [
             "ResNet-20, batch size 8, whole steps, the arms taking turns. MBN-1 is the memory alone, MBN-2 has "
             "Double-Forward. The second BN shows how far two equal things differ here."
         ],
-        [report.Grid("", ("norm", "ms a step", "ratio to BN", "middle half of the ratios"), rows)],
+        [Grid("", ("norm", "ms per step", "ratio to BN", "middle half of the ratios"), rows)],
     )
 
 
-def protocol_part() -> Part:
-    """For the page, which shows table, figure and verdict of the runs itself."""
-    return Part("Live comparison", [f"Protocol, fixed beforehand: {PROTOCOL}.", f"This shows more: {MORE}", RECORDED])
+def protocol_part() -> Section:
+    """The section of the page, which shows table, figure and verdict itself."""
+    sentences = [f"Protocol, fixed beforehand: {PROTOCOL}.", f"This shows more: {MORE}", RECORDED]
+    return Section("Live comparison", sentences)
 
 
-def live_part(found: compare.Answer) -> Part:
-    return Part(
+def live_part(found: Comparison) -> Section:
+    return Section(
         "Live comparison",
         [
             f"Protocol, fixed beforehand: {PROTOCOL}.",
-            found.verdict.text,
+            *([found.verdict.headline, *found.verdict.details] if found.verdict else []),
             f"A small data set and few seeds separate little; this shows more: {MORE}",
             RECORDED,
         ],
-        [report.Grid("", *error_table(found))],
+        [Grid("", ERROR_HEADER, error_rows(found))],
     )
 
 
-def numbers_of(checks: Sequence[equations.Check], costs: Sequence[Ratio], found: compare.Answer) -> str:
+def numbers_of(checks: Sequence[equations.Check], costs: Sequence[Ratio], found: Comparison) -> str:
     plain: dict[str, Any] = {"equations": [vars(one) for one in checks], "costs": [vars(one) for one in costs]}
-    return json.dumps({**plain, "live": json.loads(as_json(found))}, indent=1)
+    return json.dumps({**plain, "live": as_dict(found)}, indent=1)
 
 
-def as_text(parts: Sequence[Part], page: Path) -> str:
+def as_text(parts: Sequence[Section], page: Path) -> str:
     blocks = []
     for part in parts:
         tables = [table([grid.header, *grid.rows]) for grid in part.grids]

@@ -19,11 +19,11 @@ N = TypeVar("N", int, float)
 
 
 class Formatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Examples keep their lines."""
+    """Keeps the line breaks of the examples."""
 
 
 def parser(command: str, what: str, examples: str, positional: str = "") -> jsonargparse.ArgumentParser:
-    """A parser whose help begins with what the command is for and how it is called."""
+    """A parser whose help begins with the command's purpose and examples."""
     made = jsonargparse.ArgumentParser(
         prog=f"memnorm {command}",
         usage=f"memnorm {command} [options]" if not positional else f"memnorm {command} {positional} [options]",
@@ -35,7 +35,7 @@ def parser(command: str, what: str, examples: str, positional: str = "") -> json
 
 
 def add_fields(target: Any, cls: type, skip: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> None:
-    """A flag for each field of a dataclass; `defaults` are other ones than the dataclass has."""
+    """Add a flag for each field of a dataclass; `defaults` override the dataclass's."""
     types = hints(cls)
     for field in dataclasses.fields(cls):
         if field.name in skip:
@@ -62,7 +62,7 @@ def _plain(value: Any) -> Any:
 
 
 def add_places(target: Any) -> None:
-    """Where runs and data are."""
+    """Add flags for the folders of runs and data."""
     target.add_argument("--runs", type=Path, default=Path("runs"), help="folder that the runs are kept in")
     help = "folder of the data sets; default: $MEMNORM_DATA, else the user's cache"
     target.add_argument("--data-root", type=Path, default=None, help=help)
@@ -70,7 +70,7 @@ def add_places(target: Any) -> None:
 
 
 def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:
-    """Parse, with underscores in flags as good as dashes."""
+    """Parse; flags may be written with underscores or dashes."""
     arguments = made.parse_args([_dashed(word) for word in words])
     runs = getattr(arguments, "runs", [])
     for root in runs if isinstance(runs, list) else [runs]:

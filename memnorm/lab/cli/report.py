@@ -25,6 +25,6 @@ def main(words: Sequence[str]) -> int:
     made.add_argument("--out", type=Path, default=Path("report"), help="folder to write to")
     made.add_argument("--json", action="store_true", help="print the written files as JSON")
     arguments = parse(made, words)
-    written = report.write(arguments.runs, arguments.out)
+    written = report.write(report.collect(arguments.runs), arguments.out)
     print(json.dumps([str(path) for path in written]) if arguments.json else "\n".join(map(str, written)))
     return OK

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memnorm.lab import estimate_time, report
-from memnorm.lab.arms import registered, why_not
+from memnorm.lab import duration, report
+from memnorm.lab.arms import registered
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
-from memnorm.lab.cli.queue import queue_json, queue_text, seconds_here, still, total
+from memnorm.lab.cli.queue import queue_json, queue_text, seconds_here, seconds_left, total
 from memnorm.lab.console import stderr, watching
 from memnorm.lab.environment import cores
 from memnorm.lab.errors import FAILED, OK, LabError, UsageError
 from memnorm.lab.grid import run_all
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.tables import FIGURES, RULES, SCALES, TABLES, Cell, Item, at_scale, select, unique_specs
+from memnorm.lab.tables import FIGURES, RULES, SCALES, TABLES, Cell, Item, at_scale, select, unique_specs, unsupported
 from memnorm.text import table
 
 EXAMPLES = """
@@ -30,7 +30,7 @@ examples:
   memnorm reproduce cifar10 --scale paper --only MBN/ResNet-20 --dry-run
   memnorm reproduce all --scale reduced --launcher ray    on the Ray cluster at RAY_ADDRESS
 
-Interrupt it at will: the same command skips what is finished and goes on with what is not.
+It can be interrupted at any time: the same command skips finished runs and resumes the others.
 """
 
 
@@ -80,9 +80,7 @@ def flags() -> Any:
     asked.add_argument("--out", type=Path, default=Path("report"), help="folder for the report")
     computed = made.add_argument_group("how it is computed")
     computed.add_argument("--jobs", type=int, default=0, help="runs side by side, one process and thread each; 0: here")
-    launcher = (
-        "ray: on the cluster at RAY_ADDRESS, else a local one; --jobs bounds the runs at a time, 0: its processors do"
-    )
+    launcher = "ray: on the cluster at RAY_ADDRESS, else a local one; --jobs limits the runs at a time, 0: one per CPU"
     computed.add_argument("--launcher", choices=("processes", "ray"), default="processes", help=launcher)
     add_fields(computed, Execution)
     add_places(made.add_argument_group("where things are"))
@@ -94,7 +92,7 @@ def entry(item: Item, scale: str, seeds: Sequence[int]) -> Entry:
     if spec is None:
         return Entry(item, (), item.part.note if isinstance(item.part, Cell) else "does not apply")
     scaled = at_scale(spec, scale)
-    return Entry(item, tuple(scaled.but(seed=seed) for seed in seeds), why_not(scaled))
+    return Entry(item, tuple(scaled.but(seed=seed) for seed in seeds), unsupported(scaled, registered()))
 
 
 def carry_out(
@@ -119,7 +117,7 @@ def carry_out(
             launcher=arguments.launcher,
             listener=listener,
         )
-    written = report.write([arguments.runs], arguments.out, registered=registered())
+    written = report.write(report.collect([arguments.runs], registered=registered()), arguments.out)
     if arguments.json:
         print(json.dumps([{"run": one.spec.name, "status": one.status, "message": one.message} for one in outcomes]))
     else:
@@ -129,7 +127,7 @@ def carry_out(
 
 
 def status(one: Entry, store: Store, values: bool) -> str:
-    """In words: done, under way, to do, or why not; with the values where they may stand beside the printed ones."""
+    """State of a cell: done, under way, to do, or why it cannot be run; `values` adds the result."""
     if one.obstacle:
         return one.obstacle
     found = [_state(store, spec, one.item, values) for spec in one.specs]
@@ -178,7 +176,7 @@ def listing(
             row["name"],
             row["cell"],
             "" if row["paper"] is None else f"{row['paper']:.2f}",
-            "" if row["seconds"] is None else estimate_time.human(row["seconds"]),
+            "" if row["seconds"] is None else duration.human(row["seconds"]),
             row["status"],
         )
         for row in rows
@@ -194,18 +192,18 @@ def listing(
 
 def queue(specs: Sequence[RunSpec], store: Store, seconds: dict[str, float], arguments: Any) -> str:
     todo = [spec for spec in specs if store.run(spec).result() is None]
-    seconds = still(todo, seconds, store)
+    seconds = seconds_left(todo, seconds, store)
     if arguments.json:
         return queue_json(todo, seconds)
     return queue_text(todo, len(specs) - len(todo), seconds, arguments.jobs)
 
 
 def results(entries: Sequence[Entry], store: Store, scale: str) -> str:
-    """Our numbers; the printed ones beside them at the paper's own scale alone."""
-    beside = scale == "paper"
+    """Our numbers; next to the printed ones at paper scale."""
+    printed_too = scale == "paper"
     rows = []
     for one in entries:
-        printed = getattr(one.item.part, "printed", None) if beside else None
-        paper = [("" if printed is None else f"{printed:.2f}")] if beside else []
+        printed = getattr(one.item.part, "printed", None) if printed_too else None
+        paper = [("" if printed is None else f"{printed:.2f}")] if printed_too else []
         rows.append((one.item.name, one.item.part.key, *paper, status(one, store, values=True)))
-    return table([("name", "cell", *(["paper"] if beside else []), "here"), *rows])
+    return table([("name", "cell", *(["paper"] if printed_too else []), "here"), *rows])

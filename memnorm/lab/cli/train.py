@@ -6,16 +6,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from memnorm.lab.arms import why_not
+from memnorm.lab.arms import registered
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, parse, parser
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
 from memnorm.lab.listen import relay
-from memnorm.lab.processes import launched, leads
+from memnorm.lab.processes import is_first, launched
+from memnorm.lab.runner import run
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.train import run
+from memnorm.lab.tables import unsupported
 
 EXAMPLES = """
 examples:
@@ -27,7 +28,8 @@ examples:
   memnorm train --norm mbn --print_config > run.yaml  write such a file
   torchrun --nproc-per-node 2 -m memnorm.lab train --data digits --model small --norm mbn --device cpu
 
-The run is kept in a folder under --runs. The same command again shows its result, or goes on where it was interrupted.
+The run is kept in a folder under --runs. The same command again shows its result, or resumes an
+interrupted run.
 """
 
 
@@ -43,12 +45,12 @@ def main(words: Sequence[str]) -> int:
     spec, execution = filled(RunSpec, arguments), filled(Execution, arguments)
     if spec.processes == 1:
         spec = spec.but(processes=launched())
-    reason = why_not(spec)
+    reason = unsupported(spec, registered())
     if reason:
         raise UsageError(reason)
     ensure([spec.data], arguments.data_root, arguments.download)
     store = Store(arguments.runs)
-    if not leads():  # the first process does the talking
+    if not is_first():  # rank 0 prints
         run(spec, store, execution=execution, data_root=arguments.data_root)
         return OK
     with watching(1) as listener:
@@ -65,13 +67,13 @@ def describe(result: dict[str, Any], path: str) -> str:
         )
     final, best = result["final"], result["best"]
     top5 = f" (top-5 {final['test_error_top5']:.2f} %)" if final["test_error_top5"] is not None else ""
-    afresh = final.get("test_error_recalibrated")
-    again = f"recalibrated {afresh:.2f} % with statistics measured afresh\n" if afresh is not None else ""
+    recalibrated = final.get("test_error_recalibrated")
+    again = f"recalibrated {recalibrated:.2f} % with recomputed statistics\n" if recalibrated is not None else ""
     return (
         f"test error  {final['test_error']:.2f} %{top5} at the last iteration, the headline number\n"
         f"{again}"
         f"best        {best['test_error']:.2f} % at iteration {best['iteration']:,} (chosen on the test images)\n"
         f"train error {final['train_error']:.2f} % over the last batches\n"
-        f"time        {result['seconds']:.0f} s of training, {final['step_ms']:.1f} ms a step\n"
+        f"time        {result['seconds']:.0f} s of training, {final['step_ms']:.1f} ms per step\n"
         f"record      {path}"
     )

@@ -27,7 +27,7 @@ from memnorm.text import suggestion
 if TYPE_CHECKING:
     from memnorm.lab.data.plans import epoch_length, order, sweep
 
-EVALUATION_BATCH = 250  # images at a time; the result does not depend on it
+EVALUATION_BATCH = 250  # images per batch; the result does not depend on it
 
 __all__ = [
     "EVALUATION_BATCH",
@@ -51,7 +51,7 @@ def available() -> dict[str, DataSet]:
 
 
 def default_root() -> Path:
-    """Where data are looked for: MEMNORM_DATA, else the user's cache."""
+    """The default folder of data sets: MEMNORM_DATA, else the user's cache."""
     if chosen := os.environ.get("MEMNORM_DATA"):
         return Path(chosen).expanduser()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
@@ -71,7 +71,7 @@ def load(name: str, root: Path | str | None = None, **options: Any) -> Data:
 
 
 def get(name: str, root: Path | str | None = None, progress: Progress | None = None) -> None:
-    """Download a built-in data set: resumed if it broke off, checked, unpacked. Does nothing where all is there."""
+    """Download, check and unpack a built-in data set. Resumes a broken download; a no-op if all files are there."""
     entry, root = _entry(name), _root(root)
     if entry.folder and not entry.present(root):
         raise entry.missing(root)
@@ -80,7 +80,7 @@ def get(name: str, root: Path | str | None = None, progress: Progress | None = N
 
 
 def verify(name: str, root: Path | str | None = None, progress: Progress | None = None) -> list[str]:
-    """What is wrong with a data set's files: their checksums; of image folders, whether every image can be decoded."""
+    """Problems with a data set's files: wrong checksums, or images that cannot be decoded."""
     entry, root = DATA_SETS.get(name), _root(root)
     if entry is None:
         return _folder_problems(_folder_path(name), progress)

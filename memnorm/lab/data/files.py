@@ -1,7 +1,7 @@
-"""Official files: what they are called, how large they are, their checksums, and how to come by them.
+"""Official files with their sizes and checksums, and how to download them.
 
-A file counts as present when its MD5 is the official one, so a half-written or foreign file is never read. Nothing here
-opens a connection except `get`.
+A file is read only if its MD5 is the official one, so a half-written or foreign file is never used. Only `get` opens a
+connection.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from memnorm.lab.errors import DataCorrupt, DataMissing, LabError
 
 @dataclass(frozen=True)
 class File:
-    """A file as the loader reads it. Of a `.gz`, size and checksum are those of what is inside.
+    """A file as the loader reads it. For a `.gz`, size and checksum are those of its content.
 
-    So a file that somebody compressed again (Debian does, without the name in the header) is still the official one.
+    So a recompressed file (Debian's has no name in the header) is still the official one.
     """
 
     path: str
@@ -51,7 +51,7 @@ class File:
         return content
 
     def problem(self, root: Path) -> str | None:
-        """What is wrong with the file, or None."""
+        """The problem with the file, or None."""
         try:
             self.read(root)
         except LabError as error:
@@ -61,7 +61,7 @@ class File:
 
 @dataclass(frozen=True)
 class Download:
-    """Something to fetch: an archive with files in it, or a file that is used as it comes."""
+    """A download: an archive of files, or a file that is used as it is."""
 
     url: str
     path: str
@@ -75,10 +75,10 @@ class Download:
 
 
 def get(downloads: tuple[Download, ...], root: Path, *, lock: str, progress: Progress | None = None) -> None:
-    """Fetch what is not there or not right, check it, unpack it. A second process waits for the first."""
+    """Download missing and wrong files, check them, unpack them. A second process waits for the first."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _alone(root / f".{lock}.lock", progress):
+        with _locked(root / f".{lock}.lock", progress):
             for item in downloads:
                 if any(file.problem(root) for file in item.files):
                     _obtain(item, root, progress)
@@ -89,18 +89,18 @@ def get(downloads: tuple[Download, ...], root: Path, *, lock: str, progress: Pro
 def _obtain(item: Download, root: Path, progress: Progress | None) -> None:
     target = root / item.path
     target.parent.mkdir(parents=True, exist_ok=True)
-    at_hand = target.is_file() and target.stat().st_size == item.size and checksum(target) == item.md5
-    if not at_hand:
+    present = target.is_file() and target.stat().st_size == item.size and checksum(target) == item.md5
+    if not present:
         with _mention_wrong_file(target):
             download(item.url, target, size=item.size, md5=item.md5, progress=progress)
     if item.is_archive:
         unpack(target, item.files, root)
-        if not at_hand:  # an archive that somebody put there stays
+        if not present:  # keep an archive that the user put there
             target.unlink()
 
 
 def unpack(archive: Path, files: tuple[File, ...], root: Path) -> None:
-    """Take exactly these files out of a tar archive: regular ones, of the right size and checksum, nothing else."""
+    """Extract exactly these files from a tar archive: regular files of the right size and checksum."""
     wanted = {file.path: file for file in files}
     try:
         with tarfile.open(archive, "r:gz") as tar:
@@ -136,7 +136,7 @@ def _write(root: Path, file: File, stream: IO[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _alone(path: Path, progress: Progress | None) -> Iterator[None]:
+def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -154,7 +154,7 @@ def _alone(path: Path, progress: Progress | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _mention_wrong_file(target: Path) -> Iterator[None]:
-    """Who put a wrong file by hand hears of it together with the failed download."""
+    """If the download fails and a wrong file is in its place, mention that file in the error."""
     try:
         yield
     except LabError as error:

@@ -1,7 +1,7 @@
 """Image folders: train/CLASS/IMAGE and val/CLASS/IMAGE (or test/), decoded by worker processes.
 
-Workers are handed whole batches and send bytes back. Each image draws from its own generator, seeded by the batch's
-seed and the place in the batch, so the number of workers changes nothing.
+Workers get whole batches and return bytes. Each image draws from its own generator, seeded by the batch's
+seed and the position in the batch, so the number of workers does not change the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IMAGENET = Normalization((123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
 
 
 class FolderSource(Source):
-    """Image files, decoded when asked for."""
+    """Image files, decoded on demand."""
 
     def __init__(self, paths: Sequence[str], labels: Tensor, image_size: int) -> None:
         self.labels = labels
@@ -68,7 +68,7 @@ class _Decoder(Dataset[Any]):
 
 @dataclass
 class _Checker(Dataset[Any]):
-    """What is wrong with an image file, or nothing."""
+    """The problem with an image file, or an empty string."""
 
     paths: Sequence[str]
 
@@ -81,14 +81,14 @@ class _Checker(Dataset[Any]):
 
 
 def _in_workers(dataset: Dataset[Any], requests: Iterator[Any] | range, workers: int) -> Iterator[Any]:
-    """What `dataset` has for each request, in their order."""
+    """The items of `dataset` for these requests, in order."""
     loader = DataLoader(
         dataset,
         batch_size=None,
         sampler=requests,
-        num_workers=min(workers, os.cpu_count() or 1),  # more cannot help, and torch warns of them
-        collate_fn=_as_it_is,
-        generator=torch.Generator(),  # or else it would draw from the global one, and disturb the run
+        num_workers=min(workers, os.cpu_count() or 1),  # torch warns about more
+        collate_fn=_identity,
+        generator=torch.Generator(),  # the global one would disturb the run
     )
     failure = yield from _until_failure(iter(loader))
     if failure is not None:
@@ -109,7 +109,7 @@ def _until_failure(answers: Iterator[Any]) -> Generator[Any, None, LabError | No
     return None
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item
 
 
@@ -163,7 +163,7 @@ def splits(path: Path) -> tuple[str, str]:
 
 
 def problems(path: Path, progress: Callable[[str, int, int | None], None] | None = None) -> list[str]:
-    """What is wrong with an image folder. Decodes every file."""
+    """Problems of an image folder. Decodes every file."""
     try:
         data = folder(path)
     except LabError as error:
@@ -179,7 +179,7 @@ def problems(path: Path, progress: Callable[[str, int, int | None], None] | None
 
 
 def _scan(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Names of the classes and the images of each, sorted. Hidden files and files that are no images do not count."""
+    """Names of the classes and the images of each, sorted. Hidden files and other files are ignored."""
     names = sorted(entry.name for entry in _entries(path) if entry.is_dir())
     if not names:
         raise DataCorrupt(f"{path} has no class folders: put the images of each class into a folder of their own.")
@@ -204,7 +204,7 @@ def _images(path: Path) -> list[str]:
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
-    """What lies in a folder and is not hidden."""
+    """The entries of a folder that are not hidden."""
     try:
         with os.scandir(path) as found:
             return [entry for entry in found if not entry.name.startswith(".")]

@@ -48,7 +48,7 @@ def decode(path: Path | str) -> Image.Image:
     """The whole image in RGB: grey is repeated, transparency dropped, CMYK and palettes converted."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of broken EXIF, which nobody reads, or of transparency that is lost
+            warnings.simplefilter("ignore")  # about broken EXIF, which is not used, and lost transparency
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
                 image.load()
@@ -57,7 +57,7 @@ def decode(path: Path | str) -> Image.Image:
                 return image.convert("RGB")
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DataCorrupt(f"{path} is too large to be decoded safely ({error}). Scale it down or delete it.") from error
-    except Exception as error:  # decoders fail in many ways; each means that this file is of no use
+    except Exception as error:  # decoders raise many kinds of errors
         reason = "no image of a known format" if isinstance(error, Image.UnidentifiedImageError) else error
         raise DataCorrupt(f"{path} cannot be read as an image ({reason}). Replace it or delete it.") from error
 

@@ -1,6 +1,6 @@
 """The order of the training images: which ones make up batch i, and the seed of its augmentation.
 
-The plan of iteration i depends on the seed and i alone, never on what was drawn before, so a resumed run goes on with
+The plan of iteration i depends on the seed and i alone, never on what was drawn before, so a resumed run uses
 `start=i`. An epoch is one pass over the images:
 
 - `shuffle`: a random permutation cut into batches; the last one may be smaller.

@@ -1,7 +1,7 @@
-"""What a data set is to the rest of the lab: two sources of batches, and a few facts.
+"""The interface of data sets: two sources of batches, and a few facts.
 
-A source is asked with a *plan*: for each batch the indices of its images and a seed. The seed alone decides the
-augmentation (None: no augmentation), so that the same plan gives every norm the same pixels.
+A source yields the batches of a *plan*: for each batch the indices of its images and a seed. The seed alone determines
+the augmentation (None: no augmentation), so the same plan gives every norm the same pixels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One file over HTTP, resumed where an earlier attempt broke off.
+"""One file over HTTP, resumed after a broken attempt.
 
-What has arrived lies in `NAME.part`. A new attempt asks for the rest (`Range`); a server that sends everything again is
-taken at its word and the part starts anew. Only a part with the official checksum is renamed to NAME, in one step.
+The bytes so far are in `NAME.part`. A new attempt asks for the rest (`Range`); if the server sends everything again,
+the part starts anew. Only a part with the official checksum is renamed to NAME.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from memnorm.lab.errors import DataCorrupt, LabError
 Progress = Callable[[str, int, "int | None"], None]
 
 CHUNK = 1 << 18
-ATTEMPTS = 4  # in a row that bring nothing new
+ATTEMPTS = 4  # failed attempts in a row without new bytes
 PAUSE = 1.0  # seconds before the second attempt, twice as long before each further one
 TIMEOUT = 30.0  # seconds of silence
 
 
 class _Broken(Exception):
-    """An attempt failed in a way that another one may not."""
+    """An attempt failed; another one may succeed."""
 
 
 def download(url: str, target: Path, *, size: int, md5: str, progress: Progress | None = None) -> None:
@@ -75,7 +75,7 @@ def _attempt(url: str, part: Path, size: int, progress: Progress | None) -> _Bro
 
 def _append(url: str, part: Path, size: int, progress: Progress | None) -> None:
     have = _length(part)
-    if have > size:  # of another file, or written by something else
+    if have > size:  # part of another file
         part.unlink()
         have = 0
     with _open(url, have, part) as response:
@@ -106,7 +106,7 @@ def _open(url: str, have: int, part: Path) -> Any:
         return _opener().open(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         with error:
-            if error.code == 416:  # the part is no beginning of this file
+            if error.code == 416:  # the part does not belong to this file
                 part.unlink(missing_ok=True)
             elif error.code < 500 and error.code not in (408, 429):
                 raise LabError(_refused(url, part, f"the server says {error.code} {error.reason}")) from error
@@ -147,7 +147,7 @@ def _check_range(response: Any, have: int, size: int, part: Path) -> None:
 
 
 def _check_length(url: str, response: Any, size: int) -> None:
-    """A login page of the network, say, is noticed before it replaces what has arrived."""
+    """Notice for example a login page of the network before it replaces the bytes so far."""
     given = response.headers.get("Content-Length", "")
     if given.isdigit() and int(given) != size:
         raise DataCorrupt(
@@ -170,7 +170,7 @@ def _refused(url: str, part: Path, reason: str) -> str:
 
 
 def _gave_up(url: str, target: Path, md5: str, reason: str, arrived: int) -> str:
-    kept = f" The {arrived:,} bytes that arrived are kept; the same command goes on from there." if arrived else ""
+    kept = f" The {arrived:,} bytes that arrived are kept; the same command resumes from there." if arrived else ""
     return (
         f"could not get {url}: {reason}.{kept} Without a network: "
         f"put the file at {target} by hand (MD5 {md5}) and give the same command again."

@@ -4,7 +4,7 @@
     build("resnet50", classes=1000, image_shape=(3, 224, 224), norm_layer=lambda channels: nn.GroupNorm(32, channels))
     build("mypackage.nets:make", classes=10, image_shape=(3, 32, 32))
 
-The same `torch.manual_seed` gives the same weights whatever the norm, as long as the norm draws nothing itself.
+The same `torch.manual_seed` gives the same weights whatever the norm, as long as the norm draws no random numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memnorm.lab.models import cifar, imagenet, own
 from memnorm.lab.models.parts import NormLayer, Shape
 from memnorm.text import suggestion
 
-SMALL_IMAGE = 64  # up to here vgg16 is the one for CIFAR
+SMALL_IMAGE = 64  # largest image of vgg16_cifar
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def build(
 
 
 def available() -> list[str]:
-    """The built-in names; ResNets of any depth 6n + 2 besides those listed."""
+    """The built-in names. ResNets of any depth 6n + 2 exist as well."""
     return list(_MODELS)
 
 

@@ -64,7 +64,7 @@ def nin(classes: int, image_shape: Shape, norm_layer: NormLayer, *, dropout: flo
     averaged over the image. No linear layer.
 
     Pooling is 3×3 with stride 2, first of the maximum, then of the average, as in the authors' CIFAR-10 model. A norm
-    and a rectifier follow each convolution, the last included, and weights are drawn with deviation 0.05: the usual
+    and a ReLU follow each convolution, the last included, and weights are drawn with deviation 0.05: the usual
     batch-normalised form. So one norm has as many channels as there are classes.
     """
     plans = (

@@ -38,7 +38,7 @@ INCEPTIONS = {
     "5": ((256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)),
 }
 
-SLOPE = 0.25  # of PReLU-net's rectifiers below zero, at the start
+SLOPE = 0.25  # initial slope of PReLU-net's activations below zero
 PYRAMID = (7, 3, 2, 1)
 
 
@@ -136,7 +136,7 @@ def googlenet(classes: int, image_shape: Shape, norm_layer: NormLayer, *, dropou
 
 
 def _unit(inputs: int, outputs: int, kernel: int, norm_layer: NormLayer, stride: int = 1) -> nn.Sequential:
-    """GoogLeNet's brick. Its batch norms have ε = 0.001."""
+    """Convolution, norm and ReLU of GoogLeNet. Its batch norms have ε = 0.001."""
     norm = norm_layer(outputs)
     if isinstance(norm, _BatchNorm):
         norm.eps = 0.001
@@ -164,8 +164,8 @@ def prelu_net(classes: int, image_shape: Shape, norm_layer: NormLayer, *, dropou
     """The 19-layer model A of the PReLU paper, with a norm after each convolution, which the paper had none of.
 
     A 7×7 convolution with stride 2 and three times five 3×3 convolutions, each five after a pooling that halves the
-    image; pyramid pooling with 7, 3, 2 and 1 tiles a side; three linear layers. A rectifier with one learned slope per
-    channel, 0.25 at first, follows each layer but the last. 178,038,568 parameters for 1,000 classes and colour images,
+    image; pyramid pooling with 7, 3, 2 and 1 tiles a side; three linear layers. A PReLU with one learned slope per
+    channel, initially 0.25, follows each layer but the last. 178,038,568 parameters for 1,000 classes and RGB images,
     132 million of them in the first linear layer.
     """
     dropout = check_dropout(dropout)

@@ -68,10 +68,10 @@ def _factory(name: str, module: str, attribute: str) -> Callable[..., Any]:
 def _imported(name: str, module: str) -> Any:
     here = os.getcwd()
     if not {here, ""} & set(sys.path):
-        sys.path.insert(0, here)  # and there it stays: a model may import more when it runs
+        sys.path.insert(0, here)  # for good: a model may import more when it runs
         importlib.invalidate_caches()
     try:
-        with torch.random.fork_rng(devices=[]):  # only a first import runs the module: what it draws must not count
+        with torch.random.fork_rng(devices=[]):  # the first import may draw random numbers, later ones do not
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
@@ -87,7 +87,7 @@ def _imported(name: str, module: str) -> Any:
 def _arguments(
     name: str, factory: Callable[..., Any], classes: int, image_shape: Shape, norm_layer: NormLayer
 ) -> dict[str, Any]:
-    """What the signature asks for. One that ends in **kwargs hands `num_classes` on, as torchvision's do."""
+    """The arguments that the signature names. A signature with **kwargs gets `num_classes`, as torchvision's do."""
     parameters = _parameters(factory)
     named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
@@ -111,7 +111,7 @@ def _arguments(
 def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # written in C, say
+    except (TypeError, ValueError):  # for example written in C
         return [inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)]
 
 
@@ -125,7 +125,7 @@ def _check_call(name: str, factory: Callable[..., Any], arguments: dict[str, Any
             f"model's options; num_classes, in_channels and norm_layer are filled in where the signature names them."
         ) from error
     except ValueError:
-        pass  # no signature: the call itself will tell
+        pass  # no signature: the call itself will raise
 
 
 def _check_output(name: str, model: nn.Module, classes: int, image_shape: Shape) -> None:
@@ -148,7 +148,7 @@ def _check_output(name: str, model: nn.Module, classes: int, image_shape: Shape)
         got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise UsageError(
             f"model {name}: for two images it must return a tensor of shape (2, {classes}), a value per class; got "
-            f"{got}. A factory that takes num_classes is told the number."
+            f"{got}. A factory that takes num_classes gets the number."
         )
 
 

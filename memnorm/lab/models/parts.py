@@ -1,7 +1,7 @@
-"""What the networks share: layers whose weights are drawn once, the residual block, VGG's convolutions.
+"""Building blocks of the networks: layers, the residual block, VGG's convolutions.
 
-Torch draws weights when a layer is made, and a network then draws its own; with the hundred million weights of VGG's
-first linear layer that costs a second for nothing. Here a layer is made empty and filled once.
+Torch initializes a layer when it is made, and most networks initialize it again. For the hundred million weights of
+VGG's first linear layer that wastes a second. Here a layer is made empty and initialized once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def conv(
 ) -> nn.Conv2d:
     """A convolution padded so that only its stride shrinks the image.
 
-    The weights are Gaussian with deviation `std`, or else that of He et al. (ICCV 2015) for rectifiers of this slope
+    The weights are Gaussian with deviation `std`, or else that of He et al. (ICCV 2015) for a ReLU of this slope
     below zero: √(2 / ((1 + slope²) · fan out)).
     """
     shape = (inputs, outputs, kernel, stride, kernel // 2)
@@ -56,8 +56,8 @@ def linear(inputs: int, outputs: int, *, std: float = 0.01) -> nn.Linear:
     return layer
 
 
-def rectified(norm: nn.Module, x: Tensor, shortcut: Tensor | None = None, *, fused: bool = True) -> Tensor:
-    """relu(norm(x) + shortcut), in one pass over the data if `fused` and the norm offers that."""
+def norm_relu(norm: nn.Module, x: Tensor, shortcut: Tensor | None = None, *, fused: bool = True) -> Tensor:
+    """relu(norm(x) + shortcut), in one pass over the data if `fused` and the norm supports it."""
     if fused and isinstance(norm, MemorizedBatchNorm):
         return norm(x, activation="relu", residual=shortcut)
     y = norm(x)
@@ -65,7 +65,7 @@ def rectified(norm: nn.Module, x: Tensor, shortcut: Tensor | None = None, *, fus
 
 
 class Residual(nn.Module):
-    """relu(x + F(x)): convolutions with a norm each and rectifiers between them, beside a shortcut.
+    """relu(x + F(x)): convolutions with a norm each, ReLUs between them, and a shortcut.
 
     `plan` holds (inputs, outputs, kernel, stride) of each convolution. The names conv1, bn1, conv2, bn2 … and
     downsample are torchvision's; without `shortcut` the input itself is added.
@@ -88,7 +88,7 @@ class Residual(nn.Module):
         for index in range(1, self.depth + 1):
             convolved = getattr(self, f"conv{index}")(x)
             added = shortcut if index == self.depth else None
-            x = rectified(getattr(self, f"bn{index}"), convolved, added, fused=self.fused)
+            x = norm_relu(getattr(self, f"bn{index}"), convolved, added, fused=self.fused)
         return x
 
 
@@ -114,7 +114,7 @@ def chain(**layers: nn.Module) -> nn.Sequential:
 
 
 def vgg16_features(channels: int, norm_layer: NormLayer, *, ceil_mode: bool) -> nn.Sequential:
-    """VGG-16's thirteen 3×3 convolutions, each with a norm and a rectifier, and five poolings that halve the image."""
+    """VGG-16's thirteen 3×3 convolutions, each with a norm and a ReLU, and five poolings that halve the image."""
     layers: list[nn.Module] = []
     for width, repeats in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
         for _ in range(repeats):

@@ -1,7 +1,7 @@
-"""From stores to the contents of a report. Reads, sorts and counts; trains nothing and draws nothing.
+"""Collect the contents of a report from stored runs.
 
-Every run is found in the paper's tables by its specification: at paper scale it may stand beside the printed number, at
-another scale it stands in tables of its own, and what belongs to no table is told as other runs.
+Every run is looked up in the paper's tables by its specification. At paper scale it is shown next to the printed
+number, at other scales in tables of their own. Runs of no table are grouped into comparisons.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from memnorm.lab import tables
+from memnorm.lab.comparison import Comparison, comparisons, groups_of
 from memnorm.lab.errors import UsageError
-from memnorm.lab.report.families import families
+from memnorm.lab.group import Group, final, identity, unique
 from memnorm.lab.report.model import (
     NOT_APPLICABLE,
     NOT_RUN,
@@ -21,60 +22,62 @@ from memnorm.lab.report.model import (
     CellView,
     CurveView,
     FigureView,
-    Group,
     Page,
     ScaleView,
     Section,
     TableView,
-    final,
-    identity,
-    unique,
 )
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store, StoredRun
 
+TITLE = "Memorized Batch Normalization: report of runs"
 SCALES = ("paper", "reduced", "smoke")
 
 
 def collect(
-    store_roots: Sequence[Path | str],
+    store_roots: Sequence[Path | str] = (),
     *,
-    title: str,
+    title: str = TITLE,
     sections: Sequence[Section] = (),
+    made: Sequence[Comparison] = (),
     registered: Mapping[str, bool] | None = None,
     only: Collection[RunSpec] | None = None,
 ) -> Page:
-    """Everything in the stores, or `only` the runs of these specifications.
+    """The page on all runs in these folders, or `only` on the runs of these specifications.
 
-    `registered` norms, as in `tables.why_not`, tell the cells that could not be run from those that were not.
+    Args:
+        sections: come first in the report.
+        made: comparisons that the caller has made already; shown before those found among the stored runs.
+        registered: norms of this version (see `tables.unsupported`), to distinguish cells that cannot be run from cells
+            that were not run.
     """
     runs, problems = _read(store_roots)
     if only is not None:
         wanted = {spec.name for spec in only}
         runs, problems = [run for run in runs if run.spec.name in wanted], _about(problems, wanted)
-    if not runs:
-        raise UsageError(_nothing(store_roots, problems))
-    groups = {group.key: group for group in _groups(runs)}
+    given = [group for comparison in made for _, group in comparison.groups]
+    if not runs and not given:
+        raise UsageError(_no_runs(store_roots, problems))
+    groups = {group.key: group for group in groups_of(runs)}
     scales = tuple(_scale(scale, groups, registered) for scale in SCALES)
     claimed = {one.group.key for scale in scales for table in scale.tables for one in table.cells if one.group}
     claimed |= {one.group.key for scale in scales for figure in scale.figures for one in figure.curves if one.group}
-    others = families([group for key, group in groups.items() if key not in claimed])
-    if only is not None:
+    shown = (*made, *comparisons([group for key, group in groups.items() if key not in claimed]))
+    if only is not None or not store_roots:
         scales = tuple(_without_empty_tables(scale) for scale in scales)
-    shown = tuple(scale for scale in scales if scale.tables or scale.figures)
     return Page(
         title=title,
-        facts=tuple(_facts(runs)),
+        facts=tuple(_facts([*runs, *(run for group in given for run in group.runs)])),
         sections=tuple(sections),
-        scales=shown,
-        families=tuple(others),
-        groups=tuple(_in_order(groups, scales, [group for family in others for _, group in family.groups])),
+        scales=tuple(scale for scale in scales if scale.tables or scale.figures),
+        comparisons=shown,
+        groups=tuple(_in_order(scales, [group for comparison in shown for _, group in comparison.groups])),
         problems=tuple(problems),
     )
 
 
 def _read(roots: Sequence[Path | str]) -> tuple[list[StoredRun], list[str]]:
-    """The runs of all stores, each once: of two copies the one that is further."""
+    """The runs of all stores, each once; of two copies the more advanced one."""
     found: dict[str, StoredRun] = {}
     problems: list[str] = []
     for root in sorted({str(Path(root).resolve()) for root in roots}):
@@ -101,7 +104,7 @@ def _disagree(one: StoredRun, other: StoredRun) -> bool:
     return bool(one.result and other.result) and (one.status, final(one)) != (other.status, final(other))
 
 
-def _nothing(roots: Sequence[Path | str], problems: Sequence[str]) -> str:
+def _no_runs(roots: Sequence[Path | str], problems: Sequence[str]) -> str:
     where = " and ".join(str(root) for root in roots) or "an empty list of folders"
     unreadable = f" What is there cannot be read: {'; '.join(problems)}." if problems else ""
     return (
@@ -110,15 +113,8 @@ def _nothing(roots: Sequence[Path | str], problems: Sequence[str]) -> str:
     )
 
 
-def _groups(runs: Iterable[StoredRun]) -> list[Group]:
-    by_key: dict[str, list[StoredRun]] = {}
-    for run in runs:
-        by_key.setdefault(identity(run.spec), []).append(run)
-    return [Group(tuple(sorted(by_key[key], key=lambda run: run.spec.seed))) for key in sorted(by_key)]
-
-
 def _scale(scale: str, groups: Mapping[str, Group], registered: Mapping[str, bool] | None) -> ScaleView:
-    """At paper scale every table is shown; at the others those that have a run."""
+    """At paper scale every table is shown, at other scales those that have a run."""
     found = [_table(table, scale, groups, registered) for table in tables.TABLES.values()]
     if scale != "paper":
         found = [table for table in found if any(one.group for one in table.cells)]
@@ -129,7 +125,7 @@ def _scale(scale: str, groups: Mapping[str, Group], registered: Mapping[str, boo
 
 @functools.cache
 def _at_scale(scale: str) -> dict[str, RunSpec]:
-    """The run at a scale for each run of the paper, by its digest; many cells and curves share one."""
+    """The run at a scale for each run of the paper, by digest; cells and curves share runs."""
     return {spec.digest: tables.at_scale(spec, scale) for spec in tables.unique_specs(tables.select(["all"]))}
 
 
@@ -146,7 +142,7 @@ def _table(
             views.append(CellView(cell, None, None, NOT_APPLICABLE))
             continue
         spec = _at_scale(scale)[cell.spec.digest]
-        unavailable = registered is not None and tables.why_not(spec, registered) is not None
+        unavailable = registered is not None and tables.unsupported(spec, registered) is not None
         views.append(CellView(cell, spec, groups.get(identity(spec)), UNAVAILABLE if unavailable else NOT_RUN))
     return TableView(table, scale, tuple(views))
 
@@ -156,20 +152,19 @@ def _figure(figure: tables.Figure, scale: str, groups: Mapping[str, Group]) -> F
     return FigureView(figure, scale, tuple(curves))
 
 
-def _in_order(groups: Mapping[str, Group], scales: Sequence[ScaleView], others: Sequence[Group]) -> list[Group]:
-    """As the reader meets them: the paper's tables, other scales, other runs, and the smoke check last."""
-    met: dict[str, Group] = {}
+def _in_order(scales: Sequence[ScaleView], others: Sequence[Group]) -> list[Group]:
+    """All groups in the order of the report: paper, reduced, comparisons, smoke."""
+    ordered: dict[str, Group] = {}
 
-    def meet(found: Iterable[Group | None]) -> None:
-        met.update({group.key: group for group in found if group and group.key not in met})
+    def add(found: Iterable[Group | None]) -> None:
+        ordered.update({group.key: group for group in found if group and group.key not in ordered})
 
     for scale in scales:
         if scale.scale == "smoke":
-            meet(others)
-        meet(one.group for table in scale.tables for one in table.cells)
-        meet(one.group for figure in scale.figures for one in figure.curves)
-    assert met.keys() == groups.keys()
-    return list(met.values())
+            add(others)
+        add(one.group for table in scale.tables for one in table.cells)
+        add(one.group for figure in scale.figures for one in figure.curves)
+    return list(ordered.values())
 
 
 def _facts(runs: Sequence[StoredRun]) -> Iterable[tuple[str, str]]:

@@ -1,7 +1,7 @@
-"""The figures: which runs become which lines. Thin is training error, bold is test error, as in the paper.
+"""The lines of the figures. Thin is training error, bold is test error, as in the paper.
 
-Seeds are drawn as their mean with a band from the lowest to the highest; runs that diverged or are not finished stand
-beside it as faint lines, a cross where one diverged.
+Seeds are drawn as their mean with a band from the lowest to the highest. Runs that diverged or are not finished are
+faint lines, with a cross where one diverged.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memnorm.lab.report.model import RECALIBRATED, Family, FigureView, Group, Page, measured
+from memnorm.lab.comparison import Comparison
+from memnorm.lab.group import RECALIBRATED, Group, measured
+from memnorm.lab.report.model import FigureView, Page
 from memnorm.lab.report.plot import Line, Plot, draw
+from memnorm.lab.significance import Sample, number
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.statistics import Sample, number
 from memnorm.lab.store import StoredRun
 
 ARM_COLOURS = {"BN": "orange", "MBN": "blue", "BRN": "green", "NORMPROP": "purple"}
 FREE_COLOURS = ("green", "purple", "gold", "brown", "grey", "orange", "blue")
 MODEL_COLOURS = ("orange", "blue", "green", "purple", "gold", "brown", "grey")
 DASH_NOTE = "Dashed: one forward. Solid: two."
-STEEP = 0.1  # of the run: its steep beginning may leave the panel at the top
+STEEP = 0.1  # of the run, whose steep beginning may lie outside the panel
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,13 @@ class Picture:
 def pictures(page: Page) -> dict[str, Picture]:
     """Every figure of a report, by the name of its view."""
     found = {view.name: _of_the_paper(view) for scale in page.scales for view in scale.figures}
-    shared = colours(sorted({arm for family in page.families for arm in family.arms}))
-    for family in page.families:
-        paint = {arm: shared[arm] for arm in family.arms}
-        crowded = len(set(paint.values())) < len(set(map(_norm, family.arms)))
-        picture = _of_a_family(family, colours(family.arms) if crowded else paint)
+    shared = colours(sorted({arm for comparison in page.comparisons for arm in comparison.arms}))
+    for comparison in page.comparisons:
+        paint = {arm: shared[arm] for arm in comparison.arms}
+        crowded = len(set(paint.values())) < len(set(map(_norm, comparison.arms)))
+        picture = _of_a_comparison(comparison, colours(comparison.arms) if crowded else paint)
         if picture is not None:
-            found[family.name] = picture
+            found[comparison.name] = picture
     return {name: picture for name, picture in found.items() if picture.panels}
 
 
@@ -64,7 +66,7 @@ def colours(styles: Sequence[str]) -> dict[str, str]:
 
 
 def _norm(style: str) -> str:
-    """MBN of MBN-2; an arm with options beside it is not just MBN."""
+    """MBN for MBN-2; a label with options is returned as it is."""
     base, _, forwards = style.partition("-")
     return base if forwards in ("", "1", "2") else style
 
@@ -94,7 +96,7 @@ def _of_the_paper(view: FigureView) -> Picture:
 
 
 def one_forward(specs: Sequence[RunSpec]) -> set[str]:
-    """The arms to draw dashed: one forward, where the same norm also stands there with two."""
+    """The arms to draw dashed: those with one forward whose norm is also there with two."""
     double = {spec.norm for spec in specs if spec.scheme == "double"}
     return {spec.arm for spec in specs if spec.scheme == "single" and spec.norm in double}
 
@@ -120,7 +122,7 @@ def _series(run: StoredRun, metric: str) -> list[tuple[float, float]]:
 
 
 def _curve(group: Group, metric: str, colour: str, bold: bool, dashed: bool, label: str) -> list[Line]:
-    """The mean of the finished runs with its band, and the others one by one."""
+    """The mean of the finished runs with its band, and each other run."""
     finished = [series for run in group.having("finished") if (series := _series(run, metric))]
     lines = []
     for run in group.runs:
@@ -150,7 +152,7 @@ def _curves_panel(title: str, lines: Sequence[Line], groups: Sequence[Group], me
 
 
 def _curve_limits(lines: Sequence[Line]) -> tuple[float, float]:
-    """Room for all but the steep beginning of the curves."""
+    """Limits that fit all but the steep beginning of the curves."""
     last = max(line.points[-1][0] for line in lines)
     settled = [y for line in lines for x, y in line.points if x >= STEEP * last or x == line.points[-1][0]]
     lowest = min(y for line in lines for _, y in line.points)
@@ -166,7 +168,7 @@ def _limits(low: float, high: float) -> tuple[float, float]:
 
 
 def _milestones(groups: Sequence[Group], lines: Sequence[Line]) -> list[float]:
-    """Where the learning rate (and λ) changes, if it is the same place for all."""
+    """The epochs at which the learning rate changes, if they are the same for all."""
     plans = {(group.spec.schedule, group.spec.milestones) for group in groups}
     ends = {max(x for x, _ in line.points) for line in lines if not line.faint}
     if len(plans) != 1 or len(ends) != 1 or next(iter(plans))[0] != "step" or all(len(x.points) < 3 for x in lines):
@@ -174,69 +176,71 @@ def _milestones(groups: Sequence[Group], lines: Sequence[Line]) -> list[float]:
     return [ends.copy().pop() * one for one in next(iter(plans))[1]]
 
 
-def _of_a_family(family: Family, paint: Mapping[str, str]) -> Picture | None:
+def _of_a_comparison(comparison: Comparison, paint: Mapping[str, str]) -> Picture | None:
     """Error against batch size; with a single batch size, error over the run."""
-    sizes = sorted({group.spec.batch_size for _, group in family.groups})
-    single = one_forward([group.spec for _, group in family.groups])
+    sizes = sorted({group.spec.batch_size for _, group in comparison.groups})
+    single = one_forward([group.spec for _, group in comparison.groups])
     picture = (
-        _against_batch_size(family, sizes, single, paint) if len(sizes) > 1 else _over_the_run(family, single, paint)
+        _against_batch_size(comparison, sizes, single, paint)
+        if len(sizes) > 1
+        else _over_the_run(comparison, single, paint)
     )
     if picture is None or not single:
         return picture
     return replace(picture, caption=f"{picture.caption} {DASH_NOTE}")
 
 
-def _over_the_run(family: Family, single: set[str], paint: Mapping[str, str]) -> Picture | None:
+def _over_the_run(comparison: Comparison, single: set[str], paint: Mapping[str, str]) -> Picture | None:
     lines: list[Line] = []
-    for label, group in family.groups:
+    for label, group in comparison.groups:
         dashed = group.spec.arm in single
         lines += _curve(group, "train_error", paint[label], False, dashed, "")
         lines += _curve(group, "test_error", paint[label], True, dashed, label)
     if all(len(line.points) < 2 for line in lines):
         return None
-    groups = [group for _, group in family.groups]
+    groups = [group for _, group in comparison.groups]
     panel = _curves_panel("", lines, groups, ["test_error", "train_error"])
     caption = " ".join(["Thin: training error. Bold: test error.", *_seed_notes(groups)])
-    return Picture(family.name, "Error over the run", caption, (panel,))
+    return Picture(comparison.name, "Error over the run", caption, (panel,))
 
 
 def _against_batch_size(
-    family: Family, sizes: Sequence[int], single: set[str], paint: Mapping[str, str]
+    comparison: Comparison, sizes: Sequence[int], single: set[str], paint: Mapping[str, str]
 ) -> Picture | None:
     lines: list[Line] = []
-    told = []
-    for arm in family.arms:
-        groups = [group for label, group in family.groups if label == arm]
-        samples = [(float(sizes.index(one.spec.batch_size)), _sample(one, family.recalibrated)) for one in groups]
+    ends = []
+    for arm in comparison.arms:
+        groups = [group for label, group in comparison.groups if label == arm]
+        samples = [(float(sizes.index(one.spec.batch_size)), _sample(one, comparison.recalibrated)) for one in groups]
         own = _arm_lines(arm, samples, paint[arm], groups[0].spec.arm in single)
         lines += own
         if own:
-            told.append(f"{arm} " + ", ".join(f"{number(y, 1)} at {sizes[int(x)]}" for x, y in own[0].points))
+            ends.append(f"{arm} " + ", ".join(f"{number(y, 1)} at {sizes[int(x)]}" for x, y in own[0].points))
     if not lines:
         return None
     values = [y for line in lines for _, y in line.points]
     limits = _limits(min(values), 1.08 * max(values))
-    failed = [(label, group) for label, group in family.groups if group.having("diverged")]
+    failed = [(label, group) for label, group in comparison.groups if group.having("diverged")]
     lines += [
         Line([(float(sizes.index(group.spec.batch_size)), limits[1])], paint[label], cross=True)
         for label, group in failed
     ]
     ticks = [(float(index), str(size)) for index, size in enumerate(sizes)]
-    what = "held-out error (%)" if family.groups[0][1].spec.holdout else "test error (%)"
-    what = what.replace(" (%)", ", recalibrated (%)") if family.recalibrated else what
+    what = "held-out error (%)" if comparison.groups[0][1].spec.holdout else "test error (%)"
+    what = what.replace(" (%)", ", recalibrated (%)") if comparison.recalibrated else what
     svg = draw(Plot(lines, "batch size", what, limits, ticks=ticks))
-    panel = Panel("", svg, f"{what} against batch size. {'; '.join(told)}.")
+    panel = Panel("", svg, f"{what} against batch size. {'; '.join(ends)}.")
     caption = ["Dots: mean error at the last evaluation, with a bar of one standard deviation; small dots: seeds."]
     caption += [
         f"×\u00a0{label} diverged in {len(group.having('diverged'))} of {len(group.runs)} seeds at batch size "
         f"{group.spec.batch_size}."
         for label, group in failed
     ]
-    return Picture(family.name, "Error against batch size", " ".join(caption), (panel,))
+    return Picture(comparison.name, "Error against batch size", " ".join(caption), (panel,))
 
 
 def _sample(group: Group, recalibrated: bool) -> Sample | None:
-    """The errors of a group; recalibrated, if wanted and if its runs were asked to."""
+    """The errors of a group, recalibrated if wanted and measured."""
     return group.sample(RECALIBRATED if recalibrated and group.spec.recalibrate else "test_error")
 
 

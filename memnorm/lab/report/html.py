@@ -1,4 +1,4 @@
-"""The report as one HTML file: no network, no script, figures inside. Everything that came from a run is escaped."""
+"""The report as one HTML file without network access or scripts. Texts from runs are escaped."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from memnorm.lab.report import present
 from memnorm.lab.report.figures import Picture
 from memnorm.lab.report.model import Page
 from memnorm.lab.report.plot import COLOURS, placed
+from memnorm.lab.verdict import TEST_HEADER
 
 
 def render(page: Page, pictures: Mapping[str, Picture]) -> str:
@@ -26,8 +27,9 @@ def render(page: Page, pictures: Mapping[str, Picture]) -> str:
     template = environment.get_template("report.html.j2")
     return template.render(
         page=page,
-        parts=present.parts(page),
+        chapters=present.chapters(page),
         present=present,
+        test_header=TEST_HEADER,
         pictures=pictures,
         placed=_placed,
         light=Markup(_variables(0)),

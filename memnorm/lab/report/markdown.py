@@ -1,13 +1,15 @@
-"""The report as Markdown, with the figures as files beside it. Texts from runs cannot start markup of their own."""
+"""The report as Markdown, with the figures in files. Texts from runs are escaped."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from memnorm.lab.comparison import Comparison
 from memnorm.lab.report import present
 from memnorm.lab.report.figures import Picture
 from memnorm.lab.report.model import Page
+from memnorm.lab.verdict import TEST_HEADER
 
 FIGURES = "figures"
 
@@ -21,7 +23,7 @@ def figure_file(name: str, index: int) -> str:
 
 
 def plain(text: object) -> str:
-    """Text that Markdown and HTML leave alone."""
+    """Escape text for Markdown and HTML."""
     text = " ".join(str(text).split())
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = re.sub(r"([\\`*_{}\[\]|~$])", r"\\\1", text)
@@ -45,36 +47,47 @@ def _lines(page: Page, pictures: Mapping[str, Picture]) -> Iterator[str]:
                 yield f"{plain(grid.caption or grid.title)}\n"
             yield from table(grid.header, grid.rows)
             yield ""
-    for part in present.parts(page):
-        yield f"\n## {plain(part.title)}\n"
-        yield from _part(part, pictures)
+    for chapter in present.chapters(page):
+        yield f"\n## {plain(chapter.title)}\n"
+        yield from _chapter(chapter, pictures)
     yield "\n## How each number was obtained\n"
     yield f"{plain(present.ACCOUNT)}\n"
     yield from _account(page)
 
 
-def _part(part: present.Part, pictures: Mapping[str, Picture]) -> Iterator[str]:
-    if part.scale is not None:
-        if part.empty and part.scale.scale == "paper":
+def _chapter(chapter: present.Chapter, pictures: Mapping[str, Picture]) -> Iterator[str]:
+    if chapter.scale is not None:
+        if chapter.empty and chapter.scale.scale == "paper":
             yield f"{plain(present.NOTHING_AT_PAPER_SCALE)}\n"
-        yield f"> {plain(part.scale.rules)}\n"
-        for view in part.scale.tables:
+        yield f"> {plain(chapter.scale.rules)}\n"
+        for view in chapter.scale.tables:
             yield from _paper_table(present.show_table(view))
-        for figure in part.scale.figures:
+        for figure in chapter.scale.figures:
             yield from _figure(figure.name, pictures, present.absent(figure))
-    for family in part.families:
-        yield f"### {plain(family.title)}\n"
-        yield f"{plain(family.about)}\n"
-        if family.verdict:
-            yield f"**{plain(family.verdict.headline)}**\n"
-            yield from (f"- {plain(line)}" for line in family.verdict.details)
-            yield ""
-        rows = [
-            [one.plain if isinstance(one, present.Shown) else one for one in row] for row in present.family_rows(family)
-        ]
-        yield from table(present.FAMILY_HEADER, rows)
+    for comparison in chapter.comparisons:
+        yield from _comparison(comparison, pictures)
+
+
+def _comparison(comparison: Comparison, pictures: Mapping[str, Picture]) -> Iterator[str]:
+    yield f"### {plain(comparison.title)}\n"
+    yield f"{plain(comparison.about)}\n"
+    if comparison.verdict:
+        yield f"**{plain(comparison.verdict.headline)}**\n"
+        yield from (f"- {plain(line)}" for line in comparison.verdict.details)
         yield ""
-        yield from _figure(family.name, pictures, "", "####")
+    for run, message in comparison.failures:
+        yield f"- {plain(f'{run} failed: {message}')}"
+    rows = [
+        [one.plain if isinstance(one, present.Shown) else one for one in row]
+        for row in present.comparison_rows(comparison)
+    ]
+    yield from table(present.COMPARISON_HEADER, rows)
+    yield ""
+    if comparison.verdict and comparison.verdict.shown:
+        yield f"{plain(present.TESTS_CAPTION)}\n"
+        yield from table(TEST_HEADER, [one.cells for one in comparison.verdict.shown])
+        yield ""
+    yield from _figure(comparison.name, pictures, "", "####")
 
 
 def _paper_table(shown: present.ShownTable) -> Iterator[str]:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import Affine2D, Transform
 
-# After Okabe and Ito, for eyes that do not tell red from green; dark enough for text on white, light enough on black.
+# After Okabe and Ito, safe for colour-blind readers; dark enough for text on white, light enough on black.
 COLOURS = {
     "orange": ("#c8500a", "#f0883e"),
     "blue": ("#0067a8", "#58b0f0"),
@@ -48,7 +48,7 @@ class Line:
     colour: str
     bold: bool = True
     dashed: bool = False
-    faint: bool = False  # a run beside the main curve
+    faint: bool = False  # a run that is not part of the main curve
     band: Sequence[tuple[float, float, float]] = ()  # x, lowest, highest
     label: str = ""  # at its end
     cross: bool = False  # it ended there: diverged
@@ -57,7 +57,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plot:
-    """What stands in a panel."""
+    """The contents of a panel."""
 
     lines: Sequence[Line]
     x_title: str
@@ -71,7 +71,7 @@ def draw(plot: Plot) -> str:
     """The panel as an `<svg>` element with CSS variables for colours, without ids."""
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # the page's font may have it
-        matplotlib.rcdefaults()  # whatever the user's matplotlibrc says
+        matplotlib.rcdefaults()  # ignore the user's matplotlibrc
         matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "memnorm", "font.size": SIZE})
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)  # a pixel is a point
         FigureCanvasSVG(figure)
@@ -88,7 +88,7 @@ def draw(plot: Plot) -> str:
 
 
 def legible(label: str) -> str:
-    """What can stand at the end of a line: one line of printable characters, not too long."""
+    """A label for the end of a line: printable characters, not too long."""
     label = " ".join("".join(letter if letter.isprintable() else " " for letter in label).split())
     return label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
 
@@ -149,7 +149,7 @@ def _points(axes: Axes) -> Transform:
 
 
 def _labels(axes: Axes, plot: Plot) -> None:
-    """The lines' names at their right ends, moved apart where they would overlap."""
+    """Write the labels at the right ends of the lines, spread so that they do not overlap."""
     height, width = axes.bbox.height, axes.bbox.width
     low, high = plot.y_limits
     named = [line for line in plot.lines if line.label]
@@ -160,9 +160,9 @@ def _labels(axes: Axes, plot: Plot) -> None:
 
 
 def spread(wanted: Sequence[float], gap: float, limits: tuple[float, float]) -> list[float]:
-    """Places as near as can be to those wanted, in their order, at least `gap` apart: neighbours share the move."""
+    """Positions close to the wanted ones, in the same order, with at least `gap` between them."""
     order = sorted(range(len(wanted)), key=lambda index: (wanted[index], index))
-    blocks: list[list[float]] = []  # [sum of wishes, members]
+    blocks: list[list[float]] = []  # [sum of wanted positions, members]
     for index in order:
         blocks.append([wanted[index], 1])
         while len(blocks) > 1 and _top(blocks[-2], gap) + gap > _bottom(blocks[-1], gap):
@@ -189,7 +189,7 @@ def _top(block: Sequence[float], gap: float) -> float:
 
 
 def _themed(text: str) -> str:
-    """Only the drawing, in variables for colours and the page's own font. What is written in it is left alone."""
+    """The drawing alone, with CSS variables for colours and the page's font. Its texts are unchanged."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<defs>\s*<style.*?</defs>", "", text, count=1, flags=re.DOTALL)
     text = re.sub(r"<svg [^>]*?viewBox=\"([^\"]*)\"[^>]*>", r'<svg viewBox="\1">', text, count=1)
@@ -201,7 +201,7 @@ def _themed_tag(tag: str) -> str:
     tag = re.sub(r" font-family: [^;\"]*;?", "", tag)
     tag = re.sub(r' transform="rotate\(-?0 [^"]*\)"', "", tag)
     tag = re.sub(r'<g id="[^"]*"', "<g", tag)
-    tag = re.sub(r"(\d\.\d\d)\d+", r"\1", tag)  # a hundredth of a point is fine enough
+    tag = re.sub(r"(\d\.\d\d)\d+", r"\1", tag)  # a hundredth of a point is precise enough
     tag = re.sub(r"\s*\n\s*", " ", tag)
     for name, (light, _) in COLOURS.items():
         tag = tag.replace(light, f"var(--{name})")
@@ -209,13 +209,13 @@ def _themed_tag(tag: str) -> str:
 
 
 def placed(svg: str, name: str, description: str) -> str:
-    """For the page: a name for those who cannot see it, and ids that no other drawing has."""
+    """The drawing for the page: with a description for screen readers and unique ids."""
     svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r'(id="|"#|url\(#)', rf"\g<1>{name}-", tag[0]), svg)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(description)}" ', 1)
 
 
-def standing_alone(svg: str, description: str) -> str:
-    """As a file: with its own colours for light and for dark, and a title."""
+def standalone(svg: str, description: str) -> str:
+    """The drawing as a file: with colours for light and dark themes, and a title."""
     light = "".join(f"--{name}:{one};" for name, (one, _) in COLOURS.items())
     dark = "".join(f"--{name}:{one};" for name, (_, one) in COLOURS.items())
     style = (

@@ -1,28 +1,21 @@
-"""Contents as texts, the same for HTML and Markdown: cells with their footnotes, rows of runs, times and sizes."""
+"""Contents as texts for HTML and Markdown: cells with footnotes, rows of runs, times and sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memnorm.lab.comparison import Comparison
+from memnorm.lab.group import Group, best, condition, measured, memory_mb, progress, step_ms
 from memnorm.lab.report.model import (
     APART,
     NOT_APPLICABLE,
     CellView,
-    Family,
     FigureView,
-    Group,
     Page,
     ScaleView,
     TableView,
-    best,
-    condition,
-    mean,
-    measured,
-    memory_mb,
-    progress,
-    step_ms,
 )
-from memnorm.lab.statistics import Sample, number
+from memnorm.lab.significance import Sample, number
 from memnorm.lab.store import StoredRun
 from memnorm.lab.tables.parts import Cell
 
@@ -33,7 +26,7 @@ FROM_TEXT = "from the paper's text"
 
 @dataclass(frozen=True)
 class Shown:
-    """What a cell of a table says: a number, its spread, a word about what is wrong, footnotes, the runs behind it."""
+    """The texts of a table cell: number, spread, trouble, footnote mark, link to its runs."""
 
     text: str
     kind: str = "number"  # or missing, none, trouble
@@ -100,7 +93,7 @@ def _ours(one: CellView) -> Shown:
 
 
 def _beside_print(one: CellView, mark: str) -> list[Shown]:
-    """The printed number and ours; the footnote goes with whichever it is about."""
+    """The printed number and ours, the footnote at the one it describes."""
     printed = Shown("–", "none") if one.cell.printed is None else Shown(number(one.cell.printed))
     ours = Shown(APART, "missing", anchor=one.group.anchor) if one.apart and one.group else _ours(one)
     return [printed, _with(ours, mark)] if one.cell.printed is None else [_with(printed, mark), ours]
@@ -128,14 +121,15 @@ def _mark(note: str, notes: dict[str, str]) -> str:
 
 
 def _apart(one: CellView) -> str:
-    return f"{one.cell.row}, {one.cell.column}, ours: {_ours(one).plain}. Not beside the print: {one.cell.note}."
+    ours = f"{one.cell.row}, {one.cell.column}, ours: {_ours(one).plain}"
+    return f"{ours}. Not comparable with the printed number: {one.cell.note}."
 
 
 RUN_HEADER = ("seed", "state", "last error", "best error", "iterations", "time", "ms/step", "peak memory", "started")
 
 
 def run_row(run: StoredRun) -> tuple[str, ...]:
-    """One run in the account of how a number was obtained; the best is given with its iteration, beside the last."""
+    """A row under RUN_HEADER."""
     line = run.result.get("final") if run.result else run.metrics[-1] if run.metrics else None
     last, lowest = measured(line, "test_error"), best(run)
     seconds = measured(run.result, "seconds") or measured(line, "seconds")
@@ -157,13 +151,17 @@ def run_rows(group: Group) -> list[tuple[str, ...]]:
     return [run_row(run) for run in group.runs]
 
 
-FAMILY_HEADER = ("norm", "batch", "learning rate", "iterations", "error (%)", "best (%)", "ms/step", "peak memory")
+TESTS_CAPTION = (
+    "Significance tests against the norm with the lowest error. Differences are in points of error; p-values are "
+    "Holm-corrected, intervals are not."
+)
+COMPARISON_HEADER = ("norm", "batch", "learning rate", "iterations", "error (%)", "best (%)", "ms/step", "peak memory")
 
 
-def family_rows(family: Family) -> list[tuple[str | Shown, ...]]:
+def comparison_rows(comparison: Comparison) -> list[tuple[str | Shown, ...]]:
     """A row per arm and batch size; the best is the mean of each seed's lowest error."""
     rows: list[tuple[str | Shown, ...]] = []
-    for label, group in family.groups:
+    for label, group in comparison.groups:
         lowest = [found[0] for run in group.having("finished") if (found := best(run))]
         cost = group.cost
         rows.append(
@@ -173,7 +171,7 @@ def family_rows(family: Family) -> list[tuple[str | Shown, ...]]:
                 f"{group.spec.base_learning_rate:.4g}",
                 f"{group.spec.iterations:,}",
                 sampled(group.sample(), group, group.trouble, "no number"),
-                "–" if not lowest else number(mean(lowest) or 0.0),
+                "–" if not lowest else number(Sample(lowest).mean),
                 milliseconds(cost.step_ms),
                 megabytes(cost.memory_mb),
             )
@@ -190,7 +188,7 @@ def seeds(group: Group) -> str:
 
 
 def settings(group: Group) -> str:
-    """What differs from the defaults of a run, in a line."""
+    """Settings that differ from the defaults, in one line."""
     return (
         ", ".join(f"{name} {value}" for name, value in group.spec.identity.items() if name != "seed") or "all defaults"
     )
@@ -220,40 +218,42 @@ SCALE_TITLES = {
 NOTHING_AT_PAPER_SCALE = "No run at paper scale is in the store. These are the printed numbers, and what is missing."
 ACCOUNT = (
     "Every number is the error on the test images at the last evaluation of a run, never the best of several "
-    "evaluations; the best is given beside it, with its iteration. Seeds are averaged: mean ± standard deviation "
+    "evaluations; the best is given as well, with its iteration. Seeds are averaged: mean ± standard deviation "
     "(n − 1) over n runs. Runs that diverged or are not finished are named, not averaged. Times leave out evaluation."
 )
 
 
 @dataclass(frozen=True)
-class Part:
-    """A chapter of the report: the paper at one scale, or the other runs."""
+class Chapter:
+    """The paper at one scale, or the comparisons."""
 
     anchor: str
     title: str
     scale: ScaleView | None = None
-    families: tuple[Family, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
 
     @property
     def empty(self) -> bool:
-        """Only printed numbers."""
+        """True if there are printed numbers only."""
         if self.scale is None or self.scale.figures:
             return False
         return not any(one.group for table in self.scale.tables for one in table.cells)
 
 
-def parts(page: Page) -> list[Part]:
-    """What has results first, the smoke check after it, and tables that nothing was run for last."""
-    scales = {scale.scale: Part(scale.scale, SCALE_TITLES[scale.scale], scale) for scale in page.scales}
+def chapters(page: Page) -> list[Chapter]:
+    """Chapters with results first, then the smoke check, then tables without any run."""
+    scales = {scale.scale: Chapter(scale.scale, SCALE_TITLES[scale.scale], scale) for scale in page.scales}
     found = [scales[name] for name in ("paper", "reduced") if name in scales and not scales[name].empty]
-    if page.families:
-        found.append(Part("others", "Other runs" if found or "smoke" in scales else "Runs", families=page.families))
+    if page.comparisons:
+        found.append(
+            Chapter("others", "Other runs" if found or "smoke" in scales else "Runs", comparisons=page.comparisons)
+        )
     found += [scales["smoke"]] if "smoke" in scales else []
     return found + ([scales["paper"]] if "paper" in scales and scales["paper"].empty else [])
 
 
 def absent(view: FigureView) -> str:
-    """The curves of a figure that have no run, in a sentence or a count."""
+    """The curves of a figure without a run."""
     names = view.absent
     if not names:
         return ""

@@ -1,7 +1,7 @@
-"""The same numbers for programs: a CSV file per table, one for each comparison, and one with every run.
+"""CSV files: one for each table, two for each comparison (errors and tests), one with every run.
 
-Printed numbers stand in the files at paper scale only. A text that a spreadsheet would take for a formula gets an
-apostrophe in front; numbers are left as they are.
+Printed numbers are in the files at paper scale only. A text that a spreadsheet would take for a formula gets an
+apostrophe in front.
 """
 
 from __future__ import annotations
@@ -12,25 +12,17 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memnorm.lab.report.model import (
-    CellView,
-    Family,
-    Page,
-    TableView,
-    best,
-    final,
-    measured,
-    memory_mb,
-    progress,
-    step_ms,
-)
-from memnorm.lab.statistics import Sample
+from memnorm.lab.comparison import Comparison
+from memnorm.lab.group import best, final, measured, memory_mb, progress, step_ms
+from memnorm.lab.report.model import CellView, Page, TableView
+from memnorm.lab.significance import Sample
 from memnorm.lab.store import StoredRun
+from memnorm.lab.verdict import PairTest
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 OURS = ("metric", "mean", "sd", "n", "status", "seeds", "runs")
 TABLE_COLUMNS = ("table", "scale", "row", "column", "printed", "printed_in", *OURS, "note")
-FAMILY_COLUMNS = (
+COMPARISON_COLUMNS = (
     "norm",
     "batch_size",
     "learning_rate",
@@ -57,12 +49,14 @@ ENVIRONMENT = (
 
 
 def files(page: Page) -> Iterator[tuple[str, str]]:
-    """Names and contents."""
+    """Names and contents of the files."""
     for scale in page.scales:
         for view in scale.tables:
             yield f"{view.name}.csv", written(TABLE_COLUMNS, [_cell(view, one) for one in view.cells])
-    for family in page.families:
-        yield f"{family.name}.csv", written(FAMILY_COLUMNS, _family(family))
+    for comparison in page.comparisons:
+        yield f"{comparison.name}.csv", written(COMPARISON_COLUMNS, _comparison(comparison))
+        if comparison.verdict and comparison.verdict.tests:
+            yield f"{comparison.name}-tests.csv", written(None, [_test(one) for one in comparison.verdict.tests])
     runs = [run for group in page.groups for run in group.runs]
     yield "runs.csv", written(None, [_run(run) for run in sorted(runs, key=lambda run: run.spec.name)])
 
@@ -101,7 +95,7 @@ def _cell(view: TableView, one: CellView) -> dict[str, Any]:
     }
 
 
-def _family(family: Family) -> list[dict[str, Any]]:
+def _comparison(comparison: Comparison) -> list[dict[str, Any]]:
     return [
         {
             "norm": label,
@@ -115,8 +109,24 @@ def _family(family: Family) -> list[dict[str, Any]]:
             "seeds": " ".join(str(run.spec.seed) for run in group.runs),
             "runs": " ".join(run.spec.name for run in group.runs),
         }
-        for label, group in family.groups
+        for label, group in comparison.groups
     ]
+
+
+def _test(test: PairTest) -> dict[str, Any]:
+    low, high = test.difference.interval() or (None, None)
+    return {
+        "batch_sizes": " ".join(map(str, test.sizes)),
+        "first": test.first,
+        "second": test.second,
+        "difference": test.difference.mean,
+        "interval_low": low,
+        "interval_high": high,
+        "p_holm": test.p,
+        "pairs_lower": test.difference.lower,
+        "n": test.difference.n,
+        "detectable": test.detectable,
+    }
 
 
 def _sample(sample: Sample | None) -> dict[str, float | None]:

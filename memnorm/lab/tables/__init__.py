@@ -23,7 +23,7 @@ from memnorm.lab.tables import (
 )
 from memnorm.lab.tables.parts import Cell, Curve, Figure, Table
 from memnorm.lab.tables.protocol import RULES, SCALES, Scale, at_scale
-from memnorm.lab.tables.selection import Catalogue, Item, unique_specs, why_not
+from memnorm.lab.tables.selection import Catalogue, Item, unique_specs, unsupported
 
 __all__ = [
     "FIGURES",
@@ -40,7 +40,7 @@ __all__ = [
     "places",
     "select",
     "unique_specs",
-    "why_not",
+    "unsupported",
 ]
 
 TABLES: dict[str, Table] = {

@@ -6,7 +6,7 @@ from memnorm.lab.tables.parts import Cell, Table
 from memnorm.lab.tables.protocol import cifar
 
 COLUMN = "ResNet-20"
-DEFAULT = 20  # the norm's own default, left unsaid so that the cell is the same run as in the CIFAR-10 table
+DEFAULT = 20  # the norm's own default, omitted so that the cell is the same run as in the CIFAR-10 table
 PRINTED = {10: 7.87, DEFAULT: 7.80, 40: 7.83}
 NOTES = {DEFAULT: "the paper's CIFAR-10 table prints 7.93 for MBN on this model, at a memory size it does not state"}
 

@@ -1,4 +1,4 @@
-"""What tables and figures are made of: cells and curves, each with the run behind it.
+"""Cells of tables and curves of figures, each with its run.
 
 A cell holds its `RunSpec` at paper scale with seed 0, and the number the paper prints. A curve holds its run alone: the
 paper prints no data for its figures.
@@ -33,7 +33,7 @@ class Cell:
 
     @property
     def comparable(self) -> bool:
-        """Whether a run of `spec` may stand beside the printed number: there is one, and its protocol was the same."""
+        """True if a run of `spec` can be compared with the printed number: the protocols are the same."""
         return self.spec is not None and self.printed is not None and not self.quoted
 
 

@@ -1,7 +1,7 @@
 """The paper's training protocol as specifications, and what the three scales make of it.
 
 Most of the protocol is the defaults of `RunSpec`. What varies between cells is the model, the norm, the scheme (MBN and
-BRN use Double-Forward where nothing else is said, BN and NormProp do not) and one setting per table.
+BRN use Double-Forward by default, BN and NormProp do not) and one setting per table.
 """
 
 from __future__ import annotations

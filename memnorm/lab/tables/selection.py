@@ -108,16 +108,16 @@ def unique_specs(items: Iterable[Item], scale: str = "paper", seeds: Iterable[in
     return list({run.digest: run for run in runs}.values())
 
 
-def why_not(spec: RunSpec, registered: Mapping[str, bool]) -> str | None:
-    """Why a run cannot be made with these norms, in words; None if it can.
+def unsupported(spec: RunSpec, registered: Mapping[str, bool]) -> str | None:
+    """The reason that a run cannot be made with these norms; None if it can.
 
-    `registered` says for each norm's name whether its layers record, which Double-Forward needs. Plain batch norm is
-    always there; it records only where `registered` says so, and has running statistics to recalibrate in any case.
+    `registered` maps the name of each norm to True if its layers record, which Double-Forward needs. Plain batch norm
+    is always available and can always be recalibrated; it records only if `registered` says so.
     """
     if spec.norm != "bn" and spec.norm not in registered:
         return f"the norm {spec.norm!r} is not registered in this version of memnorm"
     if spec.scheme == "double" and not registered.get(spec.norm, False):
         return f"Double-Forward needs a norm that records its statistics, and {spec.norm!r} does not"
     if spec.recalibrate and spec.norm != "bn" and not registered[spec.norm]:
-        return f"recalibrate measures running statistics afresh, and {spec.norm!r} has none"
+        return f"recalibrate needs running statistics, and {spec.norm!r} has none"
     return None

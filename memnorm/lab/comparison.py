@@ -1,31 +1,61 @@
-"""Runs outside the paper's tables, put together so that they can be compared.
+"""A comparison of norms: runs that differ in norm, scheme, batch size and seed only, with the verdict on them.
 
-A family differs in norm, scheme, batch size and seed only. Two fields may vary besides: the learning rate, which can be
-tuned for each norm, and the length, which can follow the batch size. Both are shown; where they would put two runs in
-one place, or runs of different length side by side, the family is taken apart by them.
+`memnorm compare` and `memnorm demo` make one of the runs they asked for; `memnorm report` finds the comparisons among
+stored runs. The terminal, HTML, Markdown and CSV all show this object.
+
+Two more fields may vary within a comparison: the learning rate, which can be tuned for each norm, and the length, which
+can follow the batch size. Both are shown. Runs are split by them where two runs would be the same arm at the same batch
+size, or where runs at one batch size differ in length.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from memnorm.lab.report.model import Family, Group, final
-from memnorm.lab.report.verdict import Cost, Verdict, verdict
+from memnorm.lab.group import Group, final, identity
 from memnorm.lab.spec import RunSpec
+from memnorm.lab.store import StoredRun
+from memnorm.lab.verdict import Cost, Verdict, verdict
 
 ARM_FIELDS = ("norm", "norm_options", "scheme", "every", "fraction", "strength")
 LOOSE_FIELDS = ("learning_rate", "iterations", "evaluations", "recalibrate", "warmup")
-SAME_LENGTH = 1.15  # numbers of images seen that differ by less than this are one number of epochs, rounded
+SAME_LENGTH = 1.15  # numbers of images that differ by less are the same number of epochs, rounded
 MOST_NAMES = 5
 NORM_ORDER = ("bn", "brn", "normprop", "mbn")
 
 
-def families(groups: Sequence[Group]) -> list[Family]:
-    """All of `groups`, each in one family, the largest comparisons first."""
-    found = [_family(part) for bucket in _buckets(groups, _common).values() for part in _take_apart(bucket)]
+@dataclass(frozen=True)
+class Comparison:
+    """Groups of runs, by arm and batch size, and what may be concluded from them."""
+
+    name: str
+    title: str
+    about: str
+    groups: tuple[tuple[str, Group], ...]  # with the arm's label
+    verdict: Verdict | None  # None for fewer than two arms, and for runs that chose a setting
+    recalibrated: bool = False  # draw the errors with recalibrated statistics, where there are any
+    failures: tuple[tuple[str, str], ...] = ()  # run and error message
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(label for label, _ in self.groups))
+
+
+def groups_of(runs: Iterable[StoredRun]) -> list[Group]:
+    """One group for each specification without its seed."""
+    by_key: dict[str, list[StoredRun]] = {}
+    for run in runs:
+        by_key.setdefault(identity(run.spec), []).append(run)
+    return [Group(tuple(sorted(by_key[key], key=lambda run: run.spec.seed))) for key in sorted(by_key)]
+
+
+def comparisons(groups: Sequence[Group]) -> list[Comparison]:
+    """Comparisons that together hold each of the groups once, the largest first."""
+    found = [compare(part) for bucket in _buckets(groups, _common).values() for part in _split(bucket)]
     return sorted(found, key=lambda one: (-len(one.arms), one.title, one.about, one.name))
 
 
@@ -45,8 +75,8 @@ def _buckets(groups: Sequence[Group], key: Callable[[RunSpec], Any]) -> dict[Any
     return buckets
 
 
-def _take_apart(groups: list[Group]) -> list[list[Group]]:
-    """The fewest parts in which every run has a place of its own."""
+def _split(groups: list[Group]) -> list[list[Group]]:
+    """The fewest parts of which each is comparable."""
     length = _lengths([group.spec for group in groups])
     splits: tuple[Callable[[RunSpec], Any], ...] = (
         lambda spec: None,
@@ -65,7 +95,7 @@ def _images(spec: RunSpec) -> int:
 
 
 def _lengths(specs: Sequence[RunSpec]) -> dict[int, int]:
-    """Images seen in a run to the number of its cluster."""
+    """Map the number of images of a run to its cluster of similar lengths."""
     found: dict[int, int] = {}
     last = 0
     for images in sorted(map(_images, specs)):
@@ -76,20 +106,20 @@ def _lengths(specs: Sequence[RunSpec]) -> dict[int, int]:
 
 
 def _comparable(groups: Sequence[Group]) -> bool:
+    """True if no two groups are the same arm at the same batch size, and a batch size has one length."""
     places = {(arm_key(group.spec), group.spec.batch_size) for group in groups}
     lengths = {(group.spec.batch_size, group.spec.iterations) for group in groups}
     return len(places) == len(groups) and len(lengths) == len({size for size, _ in lengths})
 
 
-def _family(groups: Sequence[Group]) -> Family:
+def compare(groups: Sequence[Group], failures: Sequence[tuple[str, str]] = ()) -> Comparison:
+    """The comparison of these groups, which must be comparable."""
     labels = arm_labels([group.spec for group in groups])
     ordered = sorted(groups, key=lambda group: (_rank(group.spec), labels[arm_key(group.spec)], group.spec.batch_size))
     named = tuple((labels[arm_key(group.spec)], group) for group in ordered)
-    spec = ordered[0].spec
     digest = hashlib.sha256("".join(sorted(group.key for group in groups)).encode()).hexdigest()[:8]
-    return Family(
-        f"runs-{digest}", _title(spec, [label for label, _ in named]), _about(ordered), named, _verdict(named)
-    )
+    title = _title(ordered[0].spec, [label for label, _ in named])
+    return Comparison(f"runs-{digest}", title, _about(ordered), named, _verdict(named), failures=tuple(failures))
 
 
 def _title(spec: RunSpec, labels: Sequence[str]) -> str:
@@ -104,15 +134,15 @@ def _rank(spec: RunSpec) -> tuple[int, str, bool]:
 
 
 def arm_labels(specs: Sequence[RunSpec]) -> dict[str, str]:
-    """Arm identity to label: BN, MBN-2, and the options where the name alone would not tell two arms apart."""
+    """Map each arm to its label: BN, MBN-2, with the options that distinguish arms of the same name."""
     arms = {arm_key(spec): spec for spec in specs}
     labels = {}
     for key, spec in arms.items():
         rivals = [other for other in arms.values() if other.arm == spec.arm]
         options = [_options(other) for other in rivals]
-        telling = [name for name in sorted({name for one in options for name in one}) if _differ(name, options)]
+        distinct = [name for name in sorted({name for one in options for name in one}) if _differ(name, options)]
         mine = _options(spec)
-        labels[key] = " ".join([spec.arm, *(f"{name}={mine[name]}" for name in telling if name in mine)])
+        labels[key] = " ".join([spec.arm, *(f"{name}={mine[name]}" for name in distinct if name in mine)])
     return labels
 
 
@@ -126,19 +156,19 @@ def _differ(name: str, options: Sequence[dict[str, Any]]) -> bool:
 
 
 def _about(groups: Sequence[Group]) -> str:
-    """What the runs have in common and what is unusual about them, in a line."""
+    """Length, learning rate and settings that differ from the defaults, in one line."""
     specs = [group.spec for group in groups]
     spec = specs[0]
     parts = [f"{_span([one.iterations for one in specs])} iterations"]
     parts.append(f"learning rate {_span([one.learning_rate for one in specs])}")
-    unusual = {name: value for name, value in spec.identity.items() if name not in _TOLD}
+    unusual = {name: value for name, value in spec.identity.items() if name not in _SHOWN_ELSEWHERE}
     if spec.holdout:
         parts.append(f"evaluated on {spec.holdout:,} held-out training images, not on the test set")
     parts += [f"{name.replace('_', ' ')} {_plain(value)}" for name, value in sorted(unusual.items())]
     return "; ".join(parts) + "."
 
 
-_TOLD = {*ARM_FIELDS, *LOOSE_FIELDS, "batch_size", "seed", "model", "data", "holdout"}
+_SHOWN_ELSEWHERE = {*ARM_FIELDS, *LOOSE_FIELDS, "batch_size", "seed", "model", "data", "holdout"}
 
 
 def _plain(value: Any) -> str:
@@ -155,7 +185,7 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _verdict(groups: Sequence[tuple[str, Group]]) -> Verdict | None:
-    """For two arms and more; not for runs that only served to choose a setting."""
+    """None for a single arm and for trials on held-out images."""
     if len({label for label, _ in groups}) < 2 or groups[0][1].spec.holdout:
         return None
     results: dict[str, dict[int, dict[int, float | None]]] = {}
@@ -167,7 +197,7 @@ def _verdict(groups: Sequence[tuple[str, Group]]) -> Verdict | None:
 
 
 def _costs(groups: Sequence[tuple[str, Group]]) -> dict[str, dict[int, Cost]]:
-    """Times of runs on one machine can be compared; other times cannot."""
+    """Costs by arm and batch size, if all runs were made on one machine with one setting."""
     names = ("machine", "device", "threads", "channels_last")
     machines = {tuple(str(run.environment.get(name)) for name in names) for _, group in groups for run in group.runs}
     if len(machines) > 1:

@@ -1,7 +1,7 @@
 """One run from its specification to its result, through any number of interruptions.
 
-After each step: evaluate and write a line of metrics if due; write a checkpoint if due; stop if asked to.
-So a checkpoint at iteration i stands for everything up to i, and what came later is done again alike.
+After each step: evaluate and write a line of metrics if due; write a checkpoint if due; stop if requested. So a
+checkpoint at iteration i covers everything up to i, and later steps are repeated identically.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import torch
 
 from memnorm.errors import NothingToRecord
 from memnorm.lab import checkpoint, environment
-from memnorm.lab.arms import why_not
+from memnorm.lab.arms import registered
 from memnorm.lab.data import Data, epoch_length
 from memnorm.lab.disk import replacing
 from memnorm.lab.errors import Interrupted, LabError, UsageError
 from memnorm.lab.listen import Listener
-from memnorm.lab.processes import Team, leads
+from memnorm.lab.processes import ProcessGroup, is_first
 from memnorm.lab.signals import stop_signals
 from memnorm.lab.spec import Execution, RunSpec
-from memnorm.lab.store import Onlooker, RunFolder, Store
+from memnorm.lab.store import RunFolder, SilentRunFolder, Store
+from memnorm.lab.tables import unsupported
 from memnorm.lab.training import (
     Tally,
     Training,
@@ -47,21 +48,21 @@ def run(
     listener: Listener | None = None,
     wait: bool = False,
 ) -> dict[str, Any]:
-    """Train, or go on training, and return the result; a finished run is not repeated."""
+    """Train, or resume training, and return the result; a finished run is not repeated."""
     execution, listener = execution or Execution(), listener or Listener()
     folder = store.run(spec)
     done = folder.result()
     if done is not None:
         return done
-    reason = why_not(spec)
+    reason = unsupported(spec, registered())
     if reason:
         raise UsageError(reason)
     data = load_data(spec, data_root)
-    if not leads():  # the first process keeps the record
-        return _Run(spec, Onlooker(folder.path, spec), execution, data, listener).to_the_end()
+    if not is_first():  # rank 0 writes the record
+        return _Run(spec, SilentRunFolder(folder.path, spec), execution, data, listener).train()
     with folder.held(wait):
-        done = folder.result()  # of the process that we may have waited for
-        return done or _Run(spec, folder, execution, data, listener).to_the_end()
+        done = folder.result()  # another process may have finished it while this one waited
+        return done or _Run(spec, folder, execution, data, listener).train()
 
 
 class _Run:
@@ -71,13 +72,13 @@ class _Run:
         self.train_source, self.test_source = sources(spec, data)
         self.recalibration_source = recalibration_source(spec, data)
         self.threads, self.device = set_threads(execution), choose_device(execution.device)
-        self.team = Team(spec, self.device)
+        self.group = ProcessGroup(spec, self.device)
         self.peak = environment.PeakMemory(self.device)
         self.iteration, self.seconds = 0, 0.0
         self.lines: list[dict[str, Any]] = []  # of metrics.jsonl
         self.training = self._resumed() or self._fresh()
-        self.plan = self._plan()  # before anything is written: what it refuses leaves nothing behind
-        folder.write_metrics(self.lines)  # what was measured after the checkpoint is measured again
+        self.plan = self._plan()  # before anything is written, since it may raise
+        folder.write_metrics(self.lines)  # lines after the checkpoint will be written again
         self.session = environment.session(self.device, self.threads, self.iteration)
         self.session["channels_last"] = execution.channels_last
         folder.begin(self.session)
@@ -86,22 +87,22 @@ class _Run:
         return Training(self.spec, self.data.classes, self.data.shape, self.device, self.execution.channels_last)
 
     def _resumed(self) -> Training | None:
-        """From the newest checkpoint that the first process can read and everybody can load."""
-        states = checkpoint.readable(self.folder.path, self.listener.message) if self.team.rank == 0 else iter(())
-        while (state := self.team.tell(next(states, None))) is not None:
+        """Resume from the newest checkpoint that rank 0 can read and all processes can load."""
+        states = checkpoint.readable(self.folder.path, self.listener.message) if self.group.rank == 0 else iter(())
+        while (state := self.group.broadcast(next(states, None))) is not None:
             training = self._fresh()
             problem = None
             try:
                 if state["run"] != self.spec.name:
-                    raise ValueError(f"it is of the run {state['run']}")
+                    raise ValueError(f"it belongs to the run {state['run']}")
                 training.load_state(state["training"])
                 self.iteration, self.seconds = int(state["iteration"]), float(state["seconds"])
                 self.lines = [dict(line) for line in state["lines"]]
-            except Exception as error:  # whatever is wrong with it, an older one may do
+            except Exception as error:  # an older checkpoint may work
                 problem = error
-            if self.team.total(problem is not None) == [0]:
+            if self.group.sum(problem is not None) == [0]:
                 return training
-            self.listener.message(f"a checkpoint does not fit this run ({problem}); going back to the one before")
+            self.listener.message(f"a checkpoint does not fit this run ({problem}); using the one before")
         return None
 
     def _plan(self) -> Iterator[tuple[torch.Tensor, int | None]]:
@@ -109,13 +110,13 @@ class _Run:
         self.epoch_length = epoch_length(
             labels, sampler=spec.sampler, batch_size=spec.images_per_step, classes_per_batch=spec.classes_per_batch
         )
-        return self.team.shares(drawn(spec, labels, self.iteration))
+        return self.group.shares(drawn(spec, labels, self.iteration))
 
-    def to_the_end(self) -> dict[str, Any]:
+    def train(self) -> dict[str, Any]:
         self.listener.began(self.spec, self.iteration)
         batches = self.train_source.batches(self.plan, workers=self.execution.workers)
-        wanted = self.execution.tensorboard and self.team.rank == 0
-        with tensorboard(self.folder.path, wanted, self.iteration) as events, stop_signals() as wish:
+        wanted = self.execution.tensorboard and self.group.rank == 0
+        with tensorboard(self.folder.path, wanted, self.iteration) as events, stop_signals() as request:
             saved, resumed = time.monotonic(), time.perf_counter()
             for images, labels in batches:
                 if not self.training.step(self.iteration, images, labels):
@@ -127,7 +128,7 @@ class _Run:
                     self._evaluate(events)
                     resumed = time.perf_counter()
                 late = time.monotonic() - saved >= self.execution.checkpoint_seconds
-                late, stop = map(bool, self.team.total(late, wish.asked))
+                late, stop = map(bool, self.group.sum(late, request.made))
                 if (late or stop) and self.iteration < self.spec.iterations:
                     self.seconds += self._since(resumed)
                     self._save()
@@ -135,13 +136,13 @@ class _Run:
                     if stop:
                         raise Interrupted(
                             f"stopped at iteration {self.iteration:,} of {self.spec.iterations:,}; everything is "
-                            "saved, and the same command goes on from here"
+                            "saved, and the same command resumes from here"
                         )
-        if not math.isfinite(self.lines[-1]["test_loss"]):  # blown up by the last step
+        if not math.isfinite(self.lines[-1]["test_loss"]):  # diverged in the last step
             return self._result("diverged", diverged_at=self.iteration)
         result = self._result("finished")
-        if wish.asked:
-            raise Interrupted("stopped after the last step of a run, whose result is saved")
+        if request.made:
+            raise Interrupted("stopped after the last step of a run; its result is saved")
         return result
 
     def _since(self, start: float) -> float:
@@ -150,12 +151,12 @@ class _Run:
         return time.perf_counter() - start
 
     def _evaluate(self, events: Any) -> None:
-        """Measure, write a line, start the next tally."""
+        """Evaluate, write a line of metrics, start a new tally."""
         training = self.training
         before = self.lines[-1] if self.lines else {"iteration": 0, "seconds": 0.0}
         steps, seconds = self.iteration - before["iteration"], self.seconds - before["seconds"]
-        tally = training.tally.over(self.team)
-        line = self.team.rank == 0 and {
+        tally = training.tally.over(self.group)
+        line = self.group.rank == 0 and {
             "iteration": self.iteration,
             "epoch": round(self.iteration / self.epoch_length, 4),
             **tally.summary("train"),
@@ -168,7 +169,7 @@ class _Run:
             "step_ms": round(1000 * seconds / steps, 3),
             "peak_memory_mb": self.peak.read(),
         }
-        line = self.team.tell(line)
+        line = self.group.broadcast(line)
         training.tally = Tally()
         self.folder.add_metrics(line)
         self.lines.append(line)
@@ -178,25 +179,25 @@ class _Run:
         self.listener.evaluated(line)
 
     def _recalibrated(self) -> dict[str, Any]:
-        """After the last step, if asked for."""
+        """Recalibrated errors after the last step, if the run asks for them."""
         if self.recalibration_source is None or self.iteration < self.spec.iterations:
             return {}
         try:
             return self.training.evaluate_recalibrated(
                 self.recalibration_source, self.test_source, self.execution.workers
             )
-        except NothingToRecord as error:  # no batch is finite, or there is no norm; the run is what it is
+        except NothingToRecord as error:  # no batch is finite, or there is no norm
             self.listener.message(f"not recalibrated: {error}")
             return {"test_error_recalibrated": None, "test_loss_recalibrated": None}
 
     def _save(self) -> None:
         state = {"run": self.spec.name, "iteration": self.iteration, "seconds": self.seconds, "lines": self.lines}
         state["training"] = self.training.state()
-        if self.team.rank == 0:
+        if self.group.rank == 0:
             checkpoint.save(self.folder.path, self.iteration, state)
 
     def _result(self, status: str, **extra: Any) -> dict[str, Any]:
-        if self.execution.keep_weights and status == "finished" and self.team.rank == 0:
+        if self.execution.keep_weights and status == "finished" and self.group.rank == 0:
             with replacing(self.folder.path / "weights.pt") as temporary:
                 checkpoint.write(temporary, self.training.model.state_dict())
         evaluated = [line for line in self.lines if line["test_error"] is not None]
@@ -215,18 +216,18 @@ class _Run:
                 "environment": self.session,
             }
         )
-        return self.team.tell(result)
+        return self.group.broadcast(result)
 
 
 def evaluation_due(spec: RunSpec, iteration: int) -> bool:
-    """Evenly spaced; always after the last iteration."""
+    """Return True at evenly spaced iterations, always at the last."""
     count = min(spec.evaluations, spec.iterations)
     return iteration * count // spec.iterations > (iteration - 1) * count // spec.iterations
 
 
 @contextlib.contextmanager
 def tensorboard(folder: Path, wanted: bool, iteration: int) -> Iterator[Any]:
-    """Torch's writer of event files, if wanted."""
+    """Torch's writer of event files if wanted, else None."""
     if not wanted:
         yield None
         return

@@ -1,0 +1,169 @@
+"""Which stored runs are compared with each other, and the comparison that `memnorm compare` makes."""
+
+import random
+
+from reportkit import comparison, fabricate
+
+from memnorm.lab.comparison import arm_labels, comparisons
+from memnorm.lab.experiment import Experiment, run_experiment
+from memnorm.lab.listen import Outcome
+from memnorm.lab.report import collect
+from memnorm.lab.spec import RunSpec
+from memnorm.lab.store import Store
+from memnorm.lab.verdict import Cost
+
+BASE = RunSpec(model="small", data="digits", iterations=100, evaluations=4)
+MBN = BASE.but(norm="mbn", scheme="double")
+ERROR = {"bn": 9.0, "mbn": 7.0, "group": 9.1}
+NOISE = {(0, 2): 0.1, (0, 4): -0.1, (0, 8): 0.05, (1, 2): -0.12, (1, 4): 0.02, (1, 8): 0.1, (2, 2): 0.03}
+
+
+def comparisons_of(root, *specs, **options):
+    for spec in specs:
+        noise = NOISE.get((spec.seed, spec.batch_size), 0.0) * (1 if spec.norm == "bn" else -1)
+        fabricate(root, spec, error=ERROR.get(spec.norm, 8.0) + noise, **options)
+    return collect([root], title="A title").comparisons
+
+
+def test_runs_of_one_experiment_are_one_comparison_with_a_verdict(tmp_path):
+    (found,) = comparisons_of(tmp_path, *comparison())
+    assert found.arms == ["BN", "GROUP", "MBN-2"]
+    assert len(found.groups) == 9
+    assert found.verdict.use == ("MBN-2",)
+
+
+def test_the_cost_in_the_verdict_is_measured(tmp_path):
+    (found,) = comparisons_of(tmp_path, *comparison())
+    assert any(line.startswith("MBN-2:") and "1.43" in line and "1.00" in line for line in found.verdict.details)
+
+
+def test_costs_are_medians_over_seeds(tmp_path):
+    for seed, step_ms in enumerate((10.0, 20.0, 90.0)):
+        spec = BASE.but(evaluations=1, seed=seed)
+        fabricate(tmp_path, spec, step_ms=step_ms, peak_memory_mb=10 * step_ms)
+    (found,) = collect([tmp_path]).comparisons
+    assert found.groups[0][1].cost == Cost(20.0, 200.0)
+
+
+def test_times_of_different_machines_are_not_compared(tmp_path):
+    fabricate(tmp_path, BASE, environment={"machine": "another"})
+    (found,) = comparisons_of(tmp_path, *(spec for spec in comparison() if spec.seed or spec.norm != "bn"), MBN)
+    assert not any("time per step" in line for line in found.verdict.details)
+
+
+def test_runs_that_differ_in_anything_else_are_not_compared(tmp_path):
+    found = comparisons_of(tmp_path, BASE, MBN.but(augment=False))
+    assert [len(one.groups) for one in found] == [1, 1]
+    assert all(one.verdict is None for one in found)
+
+
+def test_learning_rates_tuned_for_each_norm_stay_in_one_comparison(tmp_path):
+    (found,) = comparisons_of(tmp_path, BASE, MBN.but(learning_rate=0.03))
+    assert found.arms == ["BN", "MBN-2"]
+    assert "learning rate 0.03 to 0.1" in found.about
+
+
+def test_two_learning_rates_of_one_arm_are_two_comparisons(tmp_path):
+    found = comparisons_of(tmp_path, BASE, MBN, BASE.but(learning_rate=0.03), MBN.but(learning_rate=0.03))
+    assert [one.arms for one in found] == [["BN", "MBN-2"]] * 2
+
+
+def test_the_length_may_follow_the_batch_size(tmp_path):
+    specs = [one.but(batch_size=size, iterations=-(-1000 // size)) for one in (BASE, MBN) for size in (3, 8, 64)]
+    (found,) = comparisons_of(tmp_path, *specs)
+    assert len(found.groups) == 6
+    assert "16 to 334 iterations" in found.about
+
+
+def test_tuned_comparisons_of_two_lengths_are_two_comparisons(tmp_path):
+    specs = [
+        one.but(batch_size=size, iterations=-(-images // size))
+        for one in (BASE, MBN.but(learning_rate=0.03))
+        for size in (3, 8, 64)
+        for images in (1000, 2000)
+    ]
+    found = comparisons_of(tmp_path, *specs)
+    assert [len(one.groups) for one in found] == [6, 6]
+
+
+def test_runs_of_different_length_are_not_compared_at_one_batch_size(tmp_path):
+    found = comparisons_of(tmp_path, BASE, MBN.but(iterations=900))
+    assert [one.arms for one in found] == [["BN"], ["MBN-2"]]
+
+
+def test_arms_that_differ_in_an_option_have_it_in_their_label(tmp_path):
+    (found,) = comparisons_of(
+        tmp_path, BASE, *(MBN.but(norm_options={"memory_size": size}) for size in (5, 40)), MBN.but(strength=(0.5,))
+    )
+    assert found.arms == [
+        "BN",
+        "MBN-2 memory_size=40 λ=0.1–0.5–0.9",
+        "MBN-2 memory_size=5 λ=0.1–0.5–0.9",
+        "MBN-2 λ=0.5",
+    ]
+
+
+def test_options_that_all_arms_share_are_not_in_the_label():
+    specs = [BASE, MBN.but(norm_options={"memory_size": 5})]
+    assert list(arm_labels(specs).values()) == ["BN", "MBN-2"]
+
+
+def test_runs_that_served_to_choose_a_setting_get_no_verdict(tmp_path):
+    found = comparisons_of(tmp_path, *(one.but(holdout=100, seed=seed) for one in (BASE, MBN) for seed in range(3)))
+    assert [one.verdict for one in found] == [None]
+    assert "held-out training images, not on the test set" in found[0].about
+
+
+def test_a_diverged_run_counts_as_a_failure_in_the_verdict(tmp_path):
+    fabricate(tmp_path, BASE.but(seed=1), status="diverged", stop_at=0.5)
+    (found,) = comparisons_of(tmp_path, BASE, BASE.but(seed=2), *(MBN.but(seed=seed) for seed in range(3)))
+    assert "BN diverged in 1 of 3 seeds at batch size 128." in found.verdict.details
+
+
+def test_an_unfinished_run_is_a_missing_seed(tmp_path):
+    fabricate(tmp_path, BASE.but(seed=1), status="unfinished", stop_at=0.5)
+    (found,) = comparisons_of(tmp_path, BASE, *(MBN.but(seed=seed) for seed in range(2)))
+    assert "BN has no result for 1 of 2 seeds at batch size 128." in found.verdict.details
+
+
+def test_comparisons_do_not_depend_on_the_order_of_the_runs(tmp_path):
+    found = comparisons_of(tmp_path, *comparison(), BASE.but(augment=False), BASE.but(sampler="sorted"))
+    groups = [group for one in found for _, group in one.groups]
+    random.Random(0).shuffle(groups)
+    assert comparisons(groups) == list(found)
+
+
+def test_what_is_unusual_about_a_comparison_is_in_its_line(tmp_path):
+    found = comparisons_of(tmp_path, BASE.but(sampler="few-classes", augment=False, data_options={"image_size": 8}))
+    assert found[0].about == (
+        "100 iterations; learning rate 0.1; augment off; data options image_size=8; sampler few-classes."
+    )
+
+
+def outcomes_of(root, specs, failing=()):
+    """Fabricated runs as a grid returns them; `failing` seeds leave an unfinished folder or none."""
+    found = []
+    for spec in specs:
+        if spec.seed in failing:
+            found.append(Outcome(spec, "failed", "out of luck"))
+            continue
+        fabricate(root, spec, error=ERROR[spec.norm] + spec.seed / 10 + NOISE.get((spec.seed, spec.batch_size), 0.0))
+        found.append(Outcome(spec, "finished", result=Store(root).run(spec).result()))
+    return found
+
+
+EXPERIMENT = Experiment(BASE, ({"norm": "bn"}, {"norm": "mbn", "scheme": "double"}), (2, 4), 3, images=400)
+
+
+def test_a_run_experiment_is_the_comparison_that_a_report_finds(tmp_path):
+    made, _ = run_experiment(EXPERIMENT, lambda specs: outcomes_of(tmp_path, specs), Store(tmp_path))
+    (found,) = collect([tmp_path]).comparisons
+    assert made == found
+    assert made.verdict.tests == found.verdict.tests
+
+
+def test_failed_runs_are_in_the_comparison_and_not_in_its_numbers(tmp_path):
+    made, _ = run_experiment(EXPERIMENT, lambda specs: outcomes_of(tmp_path, specs, failing=[1]), Store(tmp_path))
+    assert [message for _, message in made.failures] == ["out of luck"] * 4
+    assert all((len(group.runs), group.sample().n) == (3, 2) for _, group in made.groups)
+    assert len(collect(made=[made]).groups) == 4
