@@ -60,6 +60,7 @@ def constant_moments(x: Tensor) -> Moments:
     x = x.detach()
     if x.device.type != "cpu":
         return batch_moments(x)
+    cpu.require_memory(x)
     x, dims = x.to(statistics_dtype(x.dtype)), [0, *range(2, x.dim())]
     first = x.mean(dims, keepdim=True)
     away = x - first

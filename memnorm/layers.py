@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.collective import KeptGroup, check_sync, group_of_ranks, joint_moments, normalize_jointly
-from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole
+from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole, warn
 from memnorm.functional import (
     BackwardMemory,
     Moments,
@@ -40,6 +40,7 @@ from memnorm.functional import (
     with_gradient,
 )
 from memnorm.kernels import cpu
+from memnorm.modules import is_real
 from memnorm.recompute import Readings, inside_backward, may_be_recomputed
 
 POOLED = ("running_mean", "running_var", "running_weight")
@@ -192,9 +193,8 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             output = self._train_on_kernels(input, activation, residual)
             if output is not None:
                 return output
-        if activation not in (None, "relu"):
-            raise OptionError(f"{self._name}: activation must be 'relu' or None; got {activation!r}")
         self._check_input(input)
+        self._check_completion(input, activation, residual)
         output = self._forward_in_torch(input) if self.training else self._plain_forward(input)
         return _completed(output, activation, residual)
 
@@ -206,6 +206,8 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             or self.sync is not False
             or self._outgoing is not None
             or not self.track_running_stats
+            or not self.eps > 0
+            or activation not in (None, "relu")
         ):
             return None
         buffers, parameters = self._buffers, self._parameters
@@ -223,6 +225,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
                 or not cpu.takes(x, mean.dtype)
                 or x.dim() not in self.ranks
                 or not x.shape[1] == self.num_features < x.numel()
+                or (x.is_inference() and torch.is_grad_enabled())  # it cannot be saved for backward
                 or inside_backward()
                 or may_be_recomputed()
             ):
@@ -240,7 +243,9 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         if not self.track_running_stats or self.running_mean is None:
             return self._plain_forward(input)
         count = count_per_channel(input)
-        if count < 2:
+        if count == 0:
+            return self._plain_forward(input)
+        if count == 1:
             self._require_values(input, count)
         compiling = torch.compiler.is_compiling()
         replaying = not compiling and inside_backward()
@@ -256,7 +261,10 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         """A training forward whose batch is that of all processes of `group`, which all remember it."""
         batch = joint_moments(x.detach(), group)
         if count_per_channel(x) < 2:  # so it is in every process if they have less than two together
-            self._require_values(x, int(batch.weight))
+            count = int(batch.weight)
+            if count == 0:
+                return self._plain_forward(x)
+            self._require_values(x, count)
         if not self.track_running_stats or self.running_mean is None:
             nothing = Moments(torch.zeros_like(batch.mean), torch.ones_like(batch.var), 0.0)
             return normalize_jointly(x, self.weight, self.bias, batch, nothing, self.eps, group)
@@ -353,7 +361,11 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         is not finite changes none.
         """
         if cpu.unobserved() and not isinstance(batch.weight, Tensor):
-            handle = cpu.check(self._buffers)
+            buffers = self._buffers
+            buffers.update(
+                {name: one.resolve_neg() for name, one in buffers.items() if one is not None and one.is_neg()}
+            )
+            handle = cpu.check(buffers)
             if handle is not None and cpu.module().record(handle, *batch, *self._rules()):
                 return
         batch = Moments(batch.mean.to(self.running_mean.dtype), batch.var.to(self.running_mean.dtype), batch.weight)
@@ -366,8 +378,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             age = torch.arange(self.memory_size, device=weight.device, dtype=self.memory_count.dtype)
             pooled = pool(slots[0], slots[1], slots[2] * self.decay**age)
         finite = (pooled.mean.isfinite() & pooled.var.isfinite()).all()
-        buffers: Any = self._buffers
-        old = [buffers[name] for name in (POOLED + SLOTS if slots else POOLED)]
+        old: list[Any] = [self._buffers[name] for name in (POOLED + SLOTS if slots else POOLED)]
         new = [torch.where(finite, value, buffer) for value, buffer in zip((*pooled, *slots), old, strict=True)]
         # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU, which running_weight may be.
         torch._foreach_copy_(old, new)
@@ -435,16 +446,29 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         if not x.is_floating_point():
             advice = "" if x.is_complex() else ": convert it with .float()"
             raise DTypeError(f"{self._name}: expected real floating-point input, got {x.dtype}{advice}")
+        if self.training:
+            check_eps(self._name, self.eps)
+        cpu.require_memory(x, self.weight, self.bias)
+
+    def _check_completion(self, x: Tensor, activation: str | None, residual: Any) -> None:
+        """Check what follows the norm before anything is recorded."""
+        if activation not in (None, "relu"):
+            raise OptionError(f"{self._name}: activation must be 'relu' or None; got {activation!r}")
+        if residual is None:
+            return
+        if not isinstance(residual, Tensor):
+            raise InputError(f"{self._name}: residual must be a tensor of the input's shape; got {residual!r}")
+        sizes = zip(reversed(residual.shape), reversed(x.shape), strict=False)
+        if residual.dim() > x.dim() or any(one not in (1, size) for one, size in sizes):
+            raise InputError(
+                f"{self._name}: residual must have the input's shape {tuple(x.shape)}; got {tuple(residual.shape)}"
+            )
 
     def _require_values(self, x: Tensor, count: int) -> None:
-        """Raise for an empty batch, and for one value per channel with nothing to merge it with.
+        """Raise for one value per channel with nothing to merge it with.
 
         This reads the device, in this rare case only, and not again once the answer was yes.
         """
-        if count == 0:
-            raise InputError(
-                f"{self._name}: the batch is empty (shape {tuple(x.shape)}): skip it, or evaluate it after .eval()"
-            )
         if count > 1 or torch.compiler.is_compiling():
             return
         if self.momentum is not None and self.running_mean is not None:
@@ -549,6 +573,27 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             self._buffers.update({name: self.get_buffer(name).to(dtype) for name in self.statistics})
         if self.strength is not None and self.strength.device.type != "mps":
             self.strength = self.strength.double()
+        if is_real(self.running_mean) and self._drop_nonfinite():
+            warn(f"{prefix.rstrip('.') or self._name}: statistics of the checkpoint that are not finite were dropped")
+
+    def _drop_nonfinite(self) -> bool:
+        """Drop remembered entries that are not finite: with one of them, nothing could be recorded any more."""
+        buffers: Any = self._buffers
+        pooled, slots = [buffers[name] for name in POOLED], [buffers[name] for name in SLOTS]
+        bad_K = ~(slots[0].isfinite().all(1) & slots[1].isfinite().all(1) & slots[2].isfinite())
+        spoiled = not all(bool(one.isfinite().all()) for one in pooled)
+        if not spoiled and not bool(bad_K.any()):
+            return False
+        keep_K = ~bad_K
+        slots = [torch.where(keep_K.view(-1, *[1] * (one.dim() - 1)), one, 0) for one in slots]
+        buffers.update(zip(SLOTS, slots, strict=True))
+        if bool((slots[2] > 0).any()):
+            age_K = torch.arange(len(slots[2]), device=slots[2].device, dtype=slots[2].dtype)
+            pooled = [*pool(slots[0], slots[1], slots[2] * self.decay**age_K)]
+        elif spoiled:
+            pooled = [torch.zeros_like(pooled[0]), torch.ones_like(pooled[1]), torch.zeros_like(pooled[2])]
+        buffers.update(zip(POOLED, pooled, strict=True))
+        return True
 
     def _complete_checkpoint(self, state: MutableMapping[str, Any], prefix: str) -> None:
         """Make the entries of a plain batch norm, or of another memory size, fit the layer."""
@@ -584,6 +629,12 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             age = torch.arange(size, device=count.device, dtype=count.dtype)
             pooled = pool(mean, var, count * self.decay**age)
             state.update(zip((prefix + name for name in POOLED), pooled, strict=True))
+
+
+def check_eps(name: str, eps: float) -> None:
+    """Raise torch's error where torch does."""
+    if not eps > 0:
+        raise ValueError(f"{name}: batch_norm eps must be positive during training, but got {eps}")
 
 
 def check_strength(strength: float) -> float:

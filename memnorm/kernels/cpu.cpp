@@ -173,6 +173,8 @@ PyObject *py_train(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!unobserved() || !runs_once()) return refused();
     Call call(args);
     const Layout &layout = call.data.layout;
+    // An inference tensor cannot be saved for backward: that must fail before anything is recorded.
+    if (is_true(::call(args[0], torch.is_inference)) && is_true(ask(torch.grad_enabled))) return refused();
     if (!call.ok || call.data.wide() != state->wide || layout.c != state->c || layout.n * layout.l < 2 ||
         !among(ranks, PyTuple_Size(layout.shape.object)) || !state->holds(handle, buffers))
         return refused();

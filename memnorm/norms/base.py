@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.errors import DTypeError, InputError, OptionError, is_number
 from memnorm.functional import Moments, constant_moments, count_per_channel, snapshot, statistics_dtype
-from memnorm.layers import Recording
+from memnorm.kernels import cpu
+from memnorm.layers import Recording, check_eps
 from memnorm.recompute import Readings, inside_backward
 
 
@@ -105,7 +106,8 @@ class RunningNorm(Recording, _BatchNorm):
 
     def _forward(self, input: Tensor) -> Tensor:
         self._check(input)
-        if not (self.training and self.track_running_stats) or self.running_mean is None:
+        plain = not (self.training and self.track_running_stats) or self.running_mean is None
+        if plain or count_per_channel(input) == 0:
             return self._plain_forward(input)
         compiling = torch.compiler.is_compiling()
         replaying = not compiling and inside_backward()
@@ -191,9 +193,10 @@ class RunningNorm(Recording, _BatchNorm):
         if not x.is_floating_point():
             raise DTypeError(f"{name}: expected floating-point input, got {x.dtype}")
         count = count_per_channel(x)
-        if self.training and count == 0:
-            raise InputError(f"{name}: the batch is empty (shape {tuple(x.shape)})")
-        if self.training and count < self.MIN_VALUES:
+        if self.training:
+            check_eps(name, self.eps)
+        cpu.require_memory(x, self.weight, self.bias)
+        if self.training and 0 < count < self.MIN_VALUES:
             raise InputError(
                 f"{name}: Expected more than 1 value per channel when training, got input size {tuple(x.shape)}: one "
                 "value has no variance. Use a larger batch, or a norm that trains on one value (mbn, group, layer)."

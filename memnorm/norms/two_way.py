@@ -263,6 +263,13 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         if begins and not self.strength.is_meta:
             self._follow(0)
 
+    def _drop_nonfinite(self) -> bool:
+        dropped, buffers = super()._drop_nonfinite(), [self.get_buffer(name) for name in BACKWARD]
+        if all(bool(one.isfinite().all()) for one in buffers):
+            return dropped
+        self._buffers.update({name: torch.zeros_like(one) for name, one in zip(BACKWARD, buffers, strict=True)})
+        return True
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.running_mean is not None:

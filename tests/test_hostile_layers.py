@@ -1,0 +1,150 @@
+"""Layers given what they cannot use: they fail before anything is recorded, as torch does, or do what torch does."""
+
+import copy
+
+import pytest
+import torch
+from helpers.common import randn
+from helpers.kernels import in_torch
+from torch import nn
+
+import memnorm
+from memnorm import norms
+from memnorm.errors import InputError, MemnormWarning
+
+SHAPE = (4, 3, 5, 6)
+RECORDING = ["two_way", "mbn", "bn", "brn", "lagged_bn", "momentum_bn", "moving_bn", "ghost", "mabn", "online"]
+
+
+def trained(name="mbn", dtype=torch.float32, **options):
+    layer = memnorm.convert(nn.BatchNorm2d(3), name, **options).to(dtype)
+    for seed in range(2):
+        layer(randn(*SHAPE, seed=seed).to(dtype))
+    return layer
+
+
+def state(layer):
+    return copy.deepcopy(layer.state_dict())
+
+
+def assert_unchanged(layer, before):
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("backend", ["kernels", "torch"])
+@pytest.mark.parametrize("name", ["mbn", "two_way"])
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"activation": "relu", "residual": torch.zeros(4, 3, 5, 7)}, InputError),
+        ({"activation": "relu", "residual": torch.zeros(2, 4, 3, 5, 6)}, InputError),
+        ({"residual": "a"}, InputError),
+        ({"activation": "tanh"}, ValueError),
+    ],
+    ids=["wrong shape", "too many dimensions", "no tensor", "activation"],
+)
+def test_a_forward_that_fails_records_nothing(arguments, error, name, backend):
+    layer = trained(name)
+    before = state(layer)
+    if backend == "torch":
+        with in_torch(), pytest.raises(error):
+            layer(randn(*SHAPE, seed=5).float(), **arguments)
+    else:
+        with pytest.raises(error):
+            layer(randn(*SHAPE, seed=5).float(), **arguments)
+    assert_unchanged(layer, before)
+    assert layer(randn(*SHAPE, seed=6).float()).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["mbn", "two_way"])
+def test_an_inference_tensor_that_must_be_saved_raises_and_records_nothing(name):
+    layer = trained(name)
+    with torch.inference_mode():
+        x = randn(*SHAPE, seed=5).float().clone()
+    before = state(layer)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        layer(x)
+    assert_unchanged(layer, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["mbn", "two_way", "brn", "bn"])
+def test_a_freed_storage_raises(name, dtype):
+    layer, x = trained(name, dtype), randn(*SHAPE, seed=5).to(dtype)
+    x.untyped_storage().resize_(0)
+    before = state(layer)
+    with pytest.raises(InputError, match="storage was freed"):
+        layer(x)
+    assert_unchanged(layer, before)
+
+
+def test_recalibrating_on_a_freed_storage_raises():
+    x = randn(*SHAPE, seed=5).float()
+    x.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="storage was freed"):
+        memnorm.recalibrate(nn.Sequential(nn.BatchNorm2d(3)), [x])
+
+
+@pytest.mark.parametrize("name", RECORDING)
+@pytest.mark.parametrize("shape", [(0, 3, 5, 6), (2, 3, 0, 6)], ids=str)
+def test_an_empty_batch_gives_an_empty_output_and_is_not_recorded(name, shape):
+    layer = trained(name)
+    before = state(layer)
+    x = torch.zeros(shape, requires_grad=True)
+    y = layer(x)
+    assert y.shape == shape
+    y.sum().backward()
+    assert x.grad.shape == shape
+    assert_unchanged(layer, before)
+    assert layer(randn(*SHAPE, seed=6).float()).isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDING if norms.get(name).folds])
+@pytest.mark.parametrize("eps", [0.0, -1e-5, float("nan")])
+def test_an_eps_that_is_not_positive_raises_torchs_error_in_training(name, eps):
+    layer = trained(name)
+    layer.eps = eps
+    before = state(layer)
+    with pytest.raises(ValueError, match="eps must be positive"):
+        layer(randn(*SHAPE, seed=5).float())
+    assert_unchanged(layer, before)
+
+
+def test_negative_bits_of_parameters_and_buffers_are_read():
+    plain, odd = trained(), trained()
+    negated = torch.complex(torch.zeros(3), -plain.weight.detach()).conj().imag
+    assert negated.is_neg()
+    odd.weight = nn.Parameter(negated)
+    odd.running_mean = torch.complex(torch.zeros(3), -odd.running_mean).conj().imag
+    assert odd.running_mean.is_neg()
+    x = randn(*SHAPE, seed=5).float()
+    torch.testing.assert_close(odd(x), plain(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(odd.running_mean, plain.running_mean, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "buffer"),
+    [("mbn", "memory_mean"), ("mbn", "memory_count"), ("mbn", "running_var"), ("two_way", "backward_mean")],
+)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_nan_in_a_checkpoint_is_dropped_with_a_warning_and_recording_continues(name, buffer, assign):
+    checkpoint = state(trained(name))
+    checkpoint[buffer].view(-1)[0] = float("nan")
+    layer = memnorm.convert(nn.BatchNorm2d(3), name)
+    with pytest.warns(MemnormWarning, match="not finite were dropped"):
+        layer.load_state_dict(checkpoint, assign=assign)
+    assert all(value.isfinite().all() for value in layer.state_dict().values())
+    before = int(layer.num_batches_tracked)
+    layer(randn(*SHAPE, seed=5).float())
+    assert int(layer.num_batches_tracked) == before + 1
+
+
+def test_a_plain_checkpoint_whose_statistics_are_nan_starts_from_the_initial_ones():
+    checkpoint = nn.BatchNorm2d(3).state_dict()
+    checkpoint["running_mean"].fill_(float("nan"))
+    layer = memnorm.MemorizedBatchNorm2d(3)
+    with pytest.warns(MemnormWarning, match="not finite were dropped"):
+        layer.load_state_dict(checkpoint)
+    assert torch.equal(layer.running_mean, torch.zeros(3))
+    assert layer(randn(*SHAPE, seed=5).float()).isfinite().all()
