@@ -2,7 +2,7 @@
 
 import random
 
-from reportkit import comparison, fabricate
+from helpers.reports import comparison, fabricate
 
 from memnorm.lab.comparison import arm_labels, comparisons
 from memnorm.lab.experiment import Experiment, run_experiment

@@ -118,4 +118,4 @@ def test_a_model_that_blew_up_has_no_such_numbers_and_says_why(store, monkeypatc
     monkeypatch.setattr(Training, "evaluate_recalibrated", blow_up)
     result = run(tiny(recalibrate=30), store, execution=PLAIN, listener=ear)
     assert [result["final"][name] for name in ADDED] == [None, None]
-    assert "not recalibrated: no batch is finite" in ear.all("message")[0]
+    assert "not recalibrated: no input of a batch norm is finite" in ear.all("message")[0]
