@@ -1,4 +1,4 @@
-"""Builds the kernels for the processor. Without a compiler, or without OpenMP, the installation does without them;
+"""Builds the kernels for the CPU. Without a compiler, or without OpenMP, the installation does without them;
 MEMNORM_KERNELS=off leaves them out on purpose.
 """
 

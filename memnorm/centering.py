@@ -149,7 +149,7 @@ def _attach(layer: Any, by_conversion: bool) -> None:
     forward.
     """
     if layer.weight.is_meta:
-        layer.register_forward_pre_hook(_attach_to_converted if by_conversion else _attach_to_centred)
+        layer.register_forward_pre_hook(functools.partial(_attach_later, by_conversion=by_conversion))
         return
     vars(layer)[ATTRIBUTE] = _Centred(layer.weight, groups_of(layer), by_conversion)
     _watch_weights()
@@ -173,20 +173,15 @@ def _follow_weights(*_step: Any) -> None:
             vars(layer)[ATTRIBUTE] = _Centred(weight, centred.groups, centred.by_conversion)
 
 
-def _attach_to_converted(layer: nn.Module, _args: Any) -> None:
+def _attach_later(layer: nn.Module, _args: Any, by_conversion: bool) -> None:
     _stop_waiting(layer)
-    _attach(layer, True)
-
-
-def _attach_to_centred(layer: nn.Module, _args: Any) -> None:
-    _stop_waiting(layer)
-    _attach(layer, False)
+    _attach(layer, by_conversion)
 
 
 def _stop_waiting(layer: nn.Module) -> None:
-    waiting = (_attach_to_converted, _attach_to_centred)
-    for key in [key for key, hook in layer._forward_pre_hooks.items() if hook in waiting]:
-        del layer._forward_pre_hooks[key]
+    for key, hook in list(layer._forward_pre_hooks.items()):
+        if getattr(hook, "func", None) is _attach_later:
+            del layer._forward_pre_hooks[key]
 
 
 def _center_gradient(weight: Tensor, groups: int) -> None:

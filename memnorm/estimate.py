@@ -313,7 +313,7 @@ class Statistics:
         for layer, name, value in self._kept:
             layer.get_buffer(name).copy_(value)
             if isinstance(layer, MemorizedBatchNorm):
-                layer._seasoned = None
+                layer._checked_strength = None
 
 
 class Adaptation:

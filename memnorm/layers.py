@@ -103,7 +103,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
     strength: Tensor
     sync: bool | KeptGroup = False
     _plain_dtype: torch.dtype  # of the statistics of a plain batch norm in place of this layer
-    _seasoned: int | None = None  # version of the strength with which there was something to merge a batch with
+    _checked_strength: int | None = None  # version of the strength with which there was something to merge a batch with
     _handle: Any = None  # of the buffers as the kernels last used them
     _outgoing: list[Moments] | None = None  # batches recorded for `memnorm.distributed.exchange_memory` to share
 
@@ -331,10 +331,10 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
     def _weight_now(self, count: Tensor | float) -> Tensor:
         """W; if nothing is recorded yet, the weight of trained statistics. No branch, no host sync."""
-        prior = self._stands_in().to(self.running_weight.dtype) * (self.prior_weight * count)
+        prior = self._has_prior().to(self.running_weight.dtype) * (self.prior_weight * count)
         return torch.where(self.running_weight == 0, prior, self.running_weight)
 
-    def _stands_in(self) -> Tensor:
+    def _has_prior(self) -> Tensor:
         """True if the running statistics replace a memory that is empty."""
         trained: Tensor = (self.running_mean != 0).any() | (self.running_var != 1).any()
         return torch.ones_like(trained) if self.prior_from_init and self.momentum is not None else trained
@@ -401,7 +401,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         """Forget the remembered batches. Eval does not change: the running statistics stay, and replace the memory as
         trained ones do.
         """
-        self._seasoned = None
+        self._checked_strength = None
         for name in self.memory_buffers:
             if self._buffers.get(name) is not None:
                 self.get_buffer(name).zero_()
@@ -472,10 +472,10 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         if count > 1 or torch.compiler.is_compiling():
             return
         if self.momentum is not None and self.running_mean is not None:
-            if self._seasoned == self.strength._version:
+            if self._checked_strength == self.strength._version:
                 return
             if bool(self.strength * self._weight_now(1) > 0):
-                self._seasoned = self.strength._version
+                self._checked_strength = self.strength._version
                 return
         raise InputError(
             f"{self._name}: Expected more than 1 value per channel when training, got input size {tuple(x.shape)}, "
@@ -552,7 +552,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        self._seasoned = None
+        self._checked_strength = None
         for name in ("running_mean", "running_var", "weight", "bias"):
             tensor = state_dict.get(prefix + name)
             if isinstance(tensor, Tensor) and tuple(tensor.shape) != (self.num_features,):

@@ -6,5 +6,5 @@ import os
 
 
 def switched_off() -> bool:
-    """Whether the user wants torch operations everywhere."""
+    """Return True if the user wants torch operations everywhere."""
     return os.environ.get("MEMNORM_KERNELS", "").lower() == "off"

@@ -122,7 +122,7 @@ struct Call {
         job.weight = static_cast<const S *>(weight);
         job.bias = static_cast<const S *>(bias);
         job.residual = static_cast<const T *>(residual);
-        job.rectify = relu;
+        job.relu = relu;
         job.eps = eps;
         job.y = static_cast<T *>(address(y.object));
         // What backward reads besides x: six vectors and the memory's weight.

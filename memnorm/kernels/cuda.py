@@ -7,7 +7,7 @@
 
 With w = n these are batch norm's; with w = n + λW, the weight of batch and memory, they are the memorized layer's.
 
-Never run on a GPU: written from torch's sources, and tested with stand-ins for the four kernels on the processor.
+Never run on a GPU: written from torch's sources, and tested with stand-ins for the four kernels on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the kernels can normalise `x`, a plain tensor that autograd alone is looking at."""
+    """Return True if the kernels can normalise `x`, for which `functional.is_plain` is True."""
     return (
         x.device.type == DEVICE
         and x.dtype in _DTYPES

@@ -25,8 +25,8 @@ template <class Data, class Stat> struct Forward : Layer<Data, Stat> {
     using S = Stat;
 
     T *y;
-    const T *residual;  // added before the rectifier; null if nothing is
-    bool rectify;       // y = max(·, 0)
+    const T *residual;  // added before the ReLU; null if nothing is
+    bool relu;       // y = max(·, 0)
     const S *memory_mean, *memory_var;
     double eps;
     S *saved_mean, *saved_var;   // the memory as it was read
@@ -57,7 +57,7 @@ template <class Data, class Stat> struct Forward : Layer<Data, Stat> {
     template <class Pass> INLINED void finishing(Pass pass) const {
         T *out = y;
         const T *more = residual;
-        if (!rectify)
+        if (!relu)
             pass([=](int64_t i, S value) INLINED { store(out + i, value); });
         else if (!more)
             pass([=](int64_t i, S value) INLINED { store(out + i, value < 0 ? S(0) : value); });
@@ -74,7 +74,7 @@ struct Sums {
     double gradient = 0, product = 0;
 };
 
-// The gradient that reaches value i; it has passed a rectifier where the output y is not 0.
+// The gradient that reaches value i; it has passed a ReLU where the output y is not 0.
 template <class T, class S> struct Plain {
     const T *g;
 
@@ -82,19 +82,19 @@ template <class T, class S> struct Plain {
     INLINED S operator()(int64_t i) const { return S(load(g + i)); }
 };
 
-template <class T, class S> struct Rectified {
+template <class T, class S> struct AfterRelu {
     const T *g, *y;
 
-    Rectified from(int64_t at) const { return {g + at, y + at}; }
+    AfterRelu from(int64_t at) const { return {g + at, y + at}; }
     INLINED S operator()(int64_t i) const { return load(y + i) <= 0 ? S(0) : S(load(g + i)); }
 };
 
-template <class T, class S> struct Written : Rectified<T, S> {
+template <class T, class S> struct AfterReluWritten : AfterRelu<T, S> {
     T *to;
 
-    Written from(int64_t at) const { return {Rectified<T, S>::from(at), to + at}; }
+    AfterReluWritten from(int64_t at) const { return {AfterRelu<T, S>::from(at), to + at}; }
     INLINED S operator()(int64_t i) const {
-        S gradient = Rectified<T, S>::operator()(i);
+        S gradient = AfterRelu<T, S>::operator()(i);
         store(to + i, gradient);
         return gradient;
     }
@@ -105,7 +105,7 @@ template <class Data, class Stat> struct Backward : Layer<Data, Stat> {
     using S = Stat;
 
     const T *g;
-    const T *y;      // the output, where a rectifier made it: no gradient comes through where it is 0; else null
+    const T *y;      // the output, where a ReLU made it: no gradient comes through where it is 0; else null
     T *dx;           // null if nobody asks for it
     T *d_residual;   // likewise
     const S *hat_mean, *hat_inv;
@@ -131,14 +131,14 @@ template <class Data, class Stat> struct Backward : Layer<Data, Stat> {
         }
     }
 
-    // Call pass(gradient): the one behind the rectifier, which is also the residual's and is written there if `writing`.
+    // Call pass(gradient): the one behind the ReLU, which is also the residual's and is written there if `writing`.
     template <class Pass> INLINED void receiving(bool writing, Pass pass) const {
         if (!y)
             pass(Plain<T, S>{g});
         else if (!d_residual)
-            pass(Rectified<T, S>{g, y});
+            pass(AfterRelu<T, S>{g, y});
         else if (writing)
-            pass(Written<T, S>{{g, y}, d_residual});
+            pass(AfterReluWritten<T, S>{{g, y}, d_residual});
         else
             pass(Plain<T, S>{d_residual});
     }

@@ -16,7 +16,7 @@
 #define INLINED
 #endif
 
-// One version of a function for each level of the processor, chosen when the module is loaded.
+// One version of a function for each level of the CPU, chosen when the module is loaded.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(MEMNORM_ONE_VERSION)
 #define VERSIONS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))

@@ -1,4 +1,4 @@
-// How the passes of a job are spread over channels and threads, with a version of each for every level of the processor.
+// How the passes of a job are spread over channels and threads, with a version of each for every level of the CPU.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ template <class Job> inline int64_t together(const Job &job, int64_t first, int6
     return first + some < end ? first + some : end;
 }
 
-// Whether there was memory for it. GCC takes a function with versions for one that throws nothing, and leaves out what
+// Run `work`; return false if memory is out. GCC takes a function with versions for one that throws nothing, and leaves out what
 // would catch it: an exception must not get that far.
 template <class Work> INLINE bool done(Work work) {
     try {
@@ -29,7 +29,7 @@ template <class Work> INLINE bool done(Work work) {
     }
 }
 
-// The functions of which there is a version for each level of the processor: all that touch data.
+// The functions of which there is a version for each level of the CPU: all that touch data.
 #define PASSES(T, S, Layout)                                                                                        \
     VERSIONS bool measure(const Forward<T, S> &job, Layout, int64_t begin, int64_t end, Set *sets) {                \
         return done([&]() INLINED { Layout::measure(job, begin, end, sets); });                                     \

@@ -19,7 +19,7 @@ from memnorm.norms.base import has_activation, takes_over
 OPTIONS: dict[str, Any] = {"memory_size": 20, "decay": 0.9, "strength": 0.5}
 OPTIONS |= {"prior_weight": 1.0, "prior_from_init": False, "sync": False}
 OWN_ATTRIBUTES = {"memory_size", "decay", "prior_weight", "prior_from_init", "sync", "warmup", "_centered"}
-OWN_ATTRIBUTES |= {"_initial_strength", "_source_class", "_rank", "ranks", "_plain_dtype", "_seasoned"}
+OWN_ATTRIBUTES |= {"_initial_strength", "_source_class", "_rank", "ranks", "_plain_dtype", "_checked_strength"}
 
 
 class MemorizedBatchNormNd(MemorizedBatchNorm2d):

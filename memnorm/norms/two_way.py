@@ -208,7 +208,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
 
     def _is_trained(self) -> bool:
         """Return True if the running statistics differ from (0, 1), or cannot be read because they are on meta."""
-        return not is_real(self.running_mean) or bool(self._stands_in())
+        return not is_real(self.running_mean) or bool(self._has_prior())
 
     def _own_parameters(self) -> list[nn.Parameter]:
         """The trainable ones: the optimizer that holds one of them makes the layer's updates."""

@@ -18,7 +18,6 @@ from helpers.kernels import (
 )
 from helpers.states import assert_bitwise, snapshot
 
-from memnorm.errors import InputError
 from memnorm.functional import memorized_batch_norm
 
 pytestmark = needs_kernels
@@ -246,15 +245,6 @@ def test_torchs_default_device_is_not_where_the_kernels_write(device):
     with torch.device(device):
         found = step(layer, x, gradient)
     assert_near(found, step(other, x, gradient), 0.0)
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 3, 0, 4)], ids=str)
-def test_an_empty_batch_is_an_error_and_changes_nothing(shape):
-    layer = train(layer_for(SHAPE))
-    before = snapshot(layer)
-    with pytest.raises(InputError, match="the batch is empty"):
-        layer(torch.zeros(shape))
-    assert_bitwise(snapshot(layer), before)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memnorm
-from memnorm.errors import InputError, OptionError
+from memnorm.errors import OptionError
 from memnorm.functional import batch_moments
 from memnorm.norms.mabn import ENTRY, MovingAverageBatchNorm
 
@@ -450,11 +450,6 @@ def test_half_precision_leaves_what_is_remembered_wide():
 def test_wrong_options_are_refused_in_words(options, message):
     with pytest.raises(OptionError, match=message):
         MovingAverageBatchNorm(3, **options)
-
-
-def test_an_empty_batch_is_refused():
-    with pytest.raises(InputError, match="empty"):
-        layer_of()(torch.empty(0, 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("size", [2, 16])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memnorm
-from memnorm.errors import InputError, OptionError
+from memnorm.errors import OptionError
 from memnorm.functional import batch_moments
 from memnorm.norms.online import ENTRY, OnlineNorm
 
@@ -330,11 +330,6 @@ def test_half_precision_leaves_what_is_remembered_wide():
 def test_wrong_options_are_errors(options, message):
     with pytest.raises(OptionError, match=message):
         OnlineNorm(3, **options)
-
-
-def test_an_empty_batch_is_an_error():
-    with pytest.raises(InputError, match="empty"):
-        layer_of()(torch.empty(0, 3, dtype=torch.float64))
 
 
 def test_conversion_keeps_parameters_statistics_and_mode_and_plain_checkpoints_load():
