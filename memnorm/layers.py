@@ -458,6 +458,8 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             return
         if not isinstance(residual, Tensor):
             raise InputError(f"{self._name}: residual must be a tensor of the input's shape; got {residual!r}")
+        if torch.jit.is_tracing():  # its sizes are tensors
+            return
         sizes = zip(reversed(residual.shape), reversed(x.shape), strict=False)
         if residual.dim() > x.dim() or any(one not in (1, size) for one, size in sizes):
             raise InputError(

@@ -120,7 +120,7 @@ def rising(step, size):
 
 @pytest.mark.parametrize(("size", "batches"), [(1, 32), (2, 16), (8, 4), (5, 6), (16, 2), (17, 1), (32, 1), (40, 1)])
 def test_the_window_is_32_images(size, batches):
-    layer = MovingAverageBatchNorm(3, eps=0.0, dtype=torch.float64, warmup=0)
+    layer = MovingAverageBatchNorm(3, eps=1e-30, dtype=torch.float64, warmup=0)
     for step in range(1, 41):
         average = step - (min(step, batches) - 1) / 2
         expected = rising(step, size) / average**0.5
@@ -128,7 +128,7 @@ def test_the_window_is_32_images(size, batches):
 
 
 def test_uneven_batches_count_by_their_images():
-    layer = MovingAverageBatchNorm(3, eps=0.0, dtype=torch.float64, warmup=0)
+    layer = MovingAverageBatchNorm(3, eps=1e-30, dtype=torch.float64, warmup=0)
     for step, size in enumerate((8, 8, 8, 8), start=1):
         layer(rising(step, size))
     average = (1 * 5 + 8 * (4 + 3 + 2)) / 25  # with the first batch there would be 33 images
@@ -138,7 +138,7 @@ def test_uneven_batches_count_by_their_images():
 
 
 def test_the_window_begins_after_100_iterations_and_the_correction_after_1000():
-    layer = MovingAverageBatchNorm(3, eps=0.0, dtype=torch.float64)
+    layer = MovingAverageBatchNorm(3, eps=1e-30, dtype=torch.float64)
     for step in range(1, 1011):
         x, moving = rising(step, 2), layer.running_var.clone().view(1, 3, 1)
         y = layer(x)
@@ -147,7 +147,7 @@ def test_the_window_begins_after_100_iterations_and_the_correction_after_1000():
 
 
 def test_the_correction_does_not_begin_within_the_warm_up():
-    layer = MovingAverageBatchNorm(3, eps=0.0, dtype=torch.float64, warmup=5, correct_after=2)
+    layer = MovingAverageBatchNorm(3, eps=1e-30, dtype=torch.float64, warmup=5, correct_after=2)
     for step in range(1, 6):
         torch.testing.assert_close(layer(rising(step, 2)), torch.ones(2, 3, 2).double(), rtol=0, atol=1e-12)
 
