@@ -12,7 +12,7 @@ went into that step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,8 +161,13 @@ class DoubleForward:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Resume from a `state_dict`."""
-        self.steps = state_dict["steps"]
-        self._looks, self._draws = state_dict.get("looks", 0), bool(state_dict.get("draws", False))
+        state = {"looks": 0, "draws": 0, **state_dict} if isinstance(state_dict, Mapping) else {}
+        if state.keys() != self.state_dict().keys() or not all(is_whole(one) and one >= 0 for one in state.values()):
+            raise OptionError(
+                "double_forward: expected the state_dict() of a handle, with the whole numbers "
+                f"{', '.join(self.state_dict())}; got {state_dict!r}"
+            )
+        self.steps, self._looks, self._draws = int(state["steps"]), int(state["looks"]), bool(state["draws"])
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end_forward()  # of a forward that was interrupted

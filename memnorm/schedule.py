@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from memnorm.errors import NothingToRecord, OptionError, check_module, is_whole
+from memnorm.errors import DTypeError, NothingToRecord, OptionError, check_module, is_whole
 from memnorm.layers import MemorizedBatchNorm, check_strength
 from memnorm.milestones import in_steps
 from memnorm.modules import modules_of
@@ -43,21 +43,29 @@ class StrengthSchedule:
         values: Sequence[float] = (0.1, 0.5, 0.9),
     ) -> None:
         check_module(model, "StrengthSchedule")
-        if not is_whole(total_steps) or total_steps < 1:
-            raise OptionError(f"StrengthSchedule: total_steps must be a positive number of steps; got {total_steps!r}")
-        if len(values) != len(milestones) + 1:
-            raise OptionError(
-                f"StrengthSchedule: {len(milestones)} milestones need {len(milestones) + 1} values, one before each "
-                f"and one after the last; got {len(values)} values"
-            )
         self._model = model
-        self.total_steps = int(total_steps)
-        self.milestones = [in_steps(milestone, total_steps) for milestone in milestones]
-        self.values = [check_strength(value) for value in values]
-        if sorted(self.milestones) != self.milestones:
-            raise OptionError(f"StrengthSchedule: milestones must increase; got {list(milestones)}")
-        self.last_step = 0
+        self._set(total_steps, milestones, values, last_step=0)
         self._apply()
+
+    def _set(self, total_steps: int, milestones: Sequence[float], values: Sequence[float], last_step: int) -> None:
+        """Set everything, or raise an error and set nothing."""
+        if not is_whole(total_steps) or total_steps < 1:
+            raise OptionError(
+                f"StrengthSchedule: total_steps must be a positive number of steps; got {total_steps!r} "
+                "(the limit is 2**63 - 1)"
+            )
+        if not is_whole(last_step) or last_step < 0:
+            raise OptionError(f"StrengthSchedule: last_step must be a number of steps; got {last_step!r}")
+        strengths = [check_strength(value) for value in _as_list(values, "values")]
+        steps = [in_steps(milestone, total_steps) for milestone in _as_list(milestones, "milestones")]
+        if len(strengths) != len(steps) + 1:
+            raise OptionError(
+                f"StrengthSchedule: {len(steps)} milestones need {len(steps) + 1} values, one before each "
+                f"and one after the last; got {len(strengths)} values"
+            )
+        if sorted(steps) != steps:
+            raise OptionError(f"StrengthSchedule: milestones must increase; got {list(milestones)}")
+        self.total_steps, self.milestones, self.values, self.last_step = int(total_steps), steps, strengths, last_step
 
     def get_last_strength(self) -> float:
         """The current strength."""
@@ -77,10 +85,12 @@ class StrengthSchedule:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a `state_dict` and set the strength of the layers."""
-        missing = self.state_dict().keys() ^ state_dict.keys()
+        if not isinstance(state_dict, Mapping):
+            raise DTypeError(f"StrengthSchedule: expected a state_dict(), got {type(state_dict).__name__}")
+        missing = sorted(map(str, self.state_dict().keys() ^ state_dict.keys()))
         if missing:
-            raise OptionError(f"StrengthSchedule: not a state of this schedule; missing or unknown: {sorted(missing)}")
-        self.__dict__.update(state_dict)
+            raise OptionError(f"StrengthSchedule: not a state of this schedule; missing or unknown: {missing}")
+        self._set(**state_dict)
         self._apply()
 
     def _apply(self) -> None:
@@ -94,3 +104,10 @@ class StrengthSchedule:
         self._names = list(layers)
         for layer in layers.values():
             layer.set_strength(self.get_last_strength())
+
+
+def _as_list(values: Any, name: str) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise DTypeError(f"StrengthSchedule: {name} must be a list of numbers; got {values!r}") from None
