@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from memnorm.errors import DTypeError, NothingToRecord, OptionError, check_module, is_whole
+from memnorm.errors import DTypeError, NothingToRecord, OptionError, check_module, is_whole, warn
 from memnorm.layers import MemorizedBatchNorm, check_strength
 from memnorm.milestones import in_steps
-from memnorm.modules import modules_of
+from memnorm.modules import is_real, modules_of
 from memnorm.stripped import ADVICE, check_kept
+
+PAPER_VALUES = (0.1, 0.5, 0.9)
+
+
+_scheduled: weakref.WeakSet[MemorizedBatchNorm] = weakref.WeakSet()
 
 
 class StrengthSchedule:
@@ -40,7 +46,7 @@ class StrengthSchedule:
         total_steps: int,
         *,
         milestones: Sequence[float] = (0.4, 0.6),
-        values: Sequence[float] = (0.1, 0.5, 0.9),
+        values: Sequence[float] = PAPER_VALUES,
     ) -> None:
         check_module(model, "StrengthSchedule")
         self._model = model
@@ -104,6 +110,32 @@ class StrengthSchedule:
         self._names = list(layers)
         for layer in layers.values():
             layer.set_strength(self.get_last_strength())
+            _scheduled.add(layer)
+
+
+def starts_untrained(model: nn.Module) -> bool:
+    """Return True if the model has layers of the paper's norm and all of them have their initial statistics."""
+    layers = _layers_of_the_paper(model)
+    means = [layer.running_mean for layer in layers]
+    return bool(layers) and all(map(is_real, means)) and not any(bool(mean.any()) for mean in means)
+
+
+def warn_of_constant_strength(model: nn.Module) -> None:
+    """Warn if a layer of the paper's norm has a larger strength than the schedule starts with, and no schedule."""
+    for layer in _layers_of_the_paper(model):
+        if layer not in _scheduled and float(layer.strength) > PAPER_VALUES[0]:
+            warn(
+                f"double_forward: the strength of the memory is constant ({float(layer.strength):g}) in a model that "
+                "was not pretrained. In our runs a constant 0.5 had far more error than a strength that starts small. "
+                "Add schedule = memnorm.StrengthSchedule(model, total_steps), and schedule.step() after "
+                f"optimizer.step(); or convert with strength={PAPER_VALUES[0]}."
+            )
+            return
+
+
+def _layers_of_the_paper(model: nn.Module) -> list[MemorizedBatchNorm]:
+    modules = (one for one in model.modules() if isinstance(one, MemorizedBatchNorm))
+    return [one for one in modules if one.norm == MemorizedBatchNorm.norm and one.running_mean is not None]
 
 
 def _as_list(values: Any, name: str) -> list[Any]:
