@@ -65,6 +65,8 @@ def train(model: nn.Module, t1: Tensor, labels: Tensor, *, steps: int, batch_siz
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
     if any(isinstance(layer, memnorm.MemorizedBatchNorm3d) for layer in model.modules()):
         memnorm.double_forward(model, optimizer)
+        schedule = memnorm.StrengthSchedule(model, steps)
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
     for _ in range(steps):
         x, y = patches(t1, labels, batch_size, generator)
         optimizer.zero_grad()
@@ -87,9 +89,7 @@ def main() -> None:
     print(f"batch size {options.batch_size}, {options.steps} steps; a demonstration, one seed\nDice      grey   white")
     for name, norm in NORMS.items():
         torch.manual_seed(0)
-        model = UNet()
-        if norm:
-            memnorm.convert(model, norm)
+        model = memnorm.convert(UNet(), norm) if norm else UNet()
         train(model, t1[TRAIN], labels[TRAIN], steps=options.steps, batch_size=options.batch_size)
         grey, white = (dice(model, t1[TEST], labels[TEST], tissue) for tissue in (1, 2))
         print(f"{name:9} {grey:.3f}  {white:.3f}", flush=True)

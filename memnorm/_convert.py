@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.utils import parametrize
 from memnorm import centering, norms
 from memnorm._double_forward import detach
 from memnorm.distributed import keep_local, stop_exchange, unkeep_local
-from memnorm.errors import NothingToConvert, OptionError, WrappedModelError, check_module, warn
+from memnorm.errors import DTypeError, NothingToConvert, OptionError, WrappedModelError, check_module, warn
 from memnorm.layers import MemorizedBatchNorm, Recording
 from memnorm.modules import replace_modules
 from memnorm.norms.base import RunningNorm, behind, has_activation, restored
@@ -70,7 +71,11 @@ def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **op
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     if len(skipped) == len(wanted):
         raise NothingToConvert(_nothing_to_convert(model, skipped))
+    _check_options(norm, entry.replace if entry else norm, options)
     new = {layer: build(_original(layer, norm), **options) for name, layer in wanted.items() if name not in skipped}
+    for replacement in new.values():
+        if not isinstance(replacement, nn.Module):
+            raise DTypeError(f"convert: {_described(norm)} must return a torch.nn.Module; it returned {replacement!r}")
     _undo_surgery(model)
     unkeep_local(model)
     if skipped:
@@ -111,6 +116,24 @@ def to_batchnorm(model: nn.Module) -> nn.Module:
     _undo_surgery(model)
     centering.remove(model)
     return replace_modules(model, {layer: _original(layer, None) for layer in layers})
+
+
+def _check_options(norm: Any, function: Any, options: dict[str, Any]) -> None:
+    """Raise an error if `function` cannot be called with a layer (or its channels) and these options."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        known = [one.name for one in [*signature.parameters.values()][1:] if one.kind is not one.VAR_POSITIONAL]
+        has = f"its options are {', '.join(known)}" if known else "it has no options"
+        raise OptionError(f"convert: {_described(norm)} does not take the options {options}: {error}; {has}") from None
+
+
+def _described(norm: Any) -> str:
+    return f"norm {norm!r}" if isinstance(norm, str) else f"{getattr(norm, '__qualname__', norm)}(num_features)"
 
 
 def _undo_surgery(model: nn.Module) -> None:
@@ -169,6 +192,8 @@ def _is_similar(layer: nn.Module) -> bool:
 def _from_factory(factory: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def build(layer: Any, **options: Any) -> nn.Module:
         new = factory(layer.num_features, **options)
+        if not isinstance(new, nn.Module):
+            return new  # `convert` raises an error
         reference = layer.weight if layer.weight is not None else layer.running_mean
         if reference is not None:
             new.to(device=reference.device, dtype=reference.dtype)

@@ -7,23 +7,25 @@ statistics describe outdated weights (staleness), and the outputs in training an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import reduce
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from memnorm.errors import NothingToRecord, OptionError
+from memnorm.errors import NothingToRecord, OptionError, check_callable, is_whole
 from memnorm.estimate import (
     Forward,
     Layers,
     call_model,
+    check_batches,
     for_layer,
     norms_in_mode,
     observed,
-    population,
     rms,
     tracking_layers,
 )
@@ -33,6 +35,11 @@ from memnorm.norms.base import RunningNorm
 from memnorm.text import table
 
 NOTICEABLE = 0.1  # in standard deviations, or relative to the output; the verdict mentions larger differences
+REMEMBERS = "This layer reads older batches as well, which average the noise; larger batches reduce it further."
+FORGETS = (
+    "Use larger batches. Where these do not fit, two-way memory with centred weights or gradients had less error than "
+    'batch norm in our first runs: memnorm.convert(model, "two_way").'
+)
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,9 @@ class LayerDiagnosis:
     disagreement: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """The result of `diagnose`; `str()` is a table and a verdict."""
+    """The result of `diagnose`; its text is a table and a verdict."""
 
     layers: tuple[LayerDiagnosis, ...]
     batches: int
@@ -59,7 +66,7 @@ class Diagnosis:
     changed_predictions: float | None
     verdict: str
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         header = ("layer", "kind", "values/batch", "batch noise", "staleness", "train-eval")
         rows = [
             (
@@ -76,60 +83,66 @@ class Diagnosis:
 
 
 def diagnose(
-    model: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None, show: bool = True
+    model: nn.Module, batches: Iterable[Any], *, max_batches: int = 32, forward: Forward | None = None
 ) -> Diagnosis:
-    """Measure the effect of batch statistics in `model` on `batches`, a list of batches of the training size. Print the
-    result and return it.
+    """Measure the effect of batch statistics in `model` on `batches`, which have the training size. The result prints
+    as a table with a verdict.
+
+        print(memnorm.diagnose(model, loader))
 
     Per layer: the distance between the statistics of a batch and of all batches (`batch_noise`), between the running
     statistics and those of the inputs in eval mode (`staleness`), and between the outputs in training and eval mode
     (`disagreement`). This works for all norms with running statistics; for "cbn", "ghost", "momentum_bn" and "online",
     the disagreement is measured at the output of the model only. The model is not changed, and dropout is off.
+
+    Args:
+        batches: an iterable, such as a DataLoader; one batch at a time is in memory.
+        max_batches: take at most this many.
+        forward: calls the model on a batch, as in `memnorm.recalibrate`.
     """
-    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
-        raise OptionError(f"diagnose: expected an iterable of batches, got {type(batches).__name__}: put it in a list")
-    call = forward or call_model
-    batches = list(batches)
-    if not batches:
-        raise NothingToRecord("diagnose: there is no batch; pass a few of the training size")
+    check_batches(batches, "diagnose")
+    check_callable(call := forward or call_model, "diagnose", "forward")
+    if not is_whole(max_batches) or max_batches < 1:
+        raise OptionError(f"diagnose: max_batches must be a positive number of batches; got {max_batches!r}")
     layers = tracking_layers(model, "diagnose")
+    in_training: dict[str, list[Moments]] = {}
+    in_eval: dict[str, list[Moments]] = {}
+    outputs, count = _OutputDifference(), 0
     with torch.no_grad():
-        per_batch, outputs_train = _training_pass(model, layers, batches, call)
-        in_eval = population(model, layers, batches, call, training=False).moments
-        with norms_in_mode(model, layers, training=False):
-            outputs_eval = [_tensors(call(model, batch)) for batch in batches]
-        found = tuple(
-            _layer_diagnosis(name, layers[name], per_batch[name], in_eval[name])
-            for name in layers
-            if name in per_batch and name in in_eval
-        )
-        gap, changed = _disagreement(outputs_train, outputs_eval)
-    result = Diagnosis(found, len(batches), gap, changed, _verdict(found, gap, changed))
-    if show:
-        print(result)
-    return result
+        for batch in islice(batches, int(max_batches)):
+            count += 1
+            trained = _observed_outputs(model, layers, batch, call, in_training, training=True)
+            outputs.add(trained, _observed_outputs(model, layers, batch, call, in_eval, training=False))
+        reached = {name: layer for name, layer in layers.items() if name in in_training and name in in_eval}
+        if not reached:
+            raise NothingToRecord(
+                "diagnose: no batch norm was reached: pass batches for the model (and forward=, if it is not called as "
+                "model(batch))"
+                if count
+                else "diagnose: there is no batch; pass a few of the training size"
+            )
+        found = tuple(_layer_diagnosis(name, one, in_training[name], in_eval[name]) for name, one in reached.items())
+    gap, changed = outputs.relative(), outputs.changed()
+    remembering = {name for name, layer in reached.items() if _has_memory(layer)}
+    return Diagnosis(found, count, gap, changed, _verdict(found, gap, changed, remembering))
 
 
-def _training_pass(
-    model: nn.Module, layers: Layers, batches: list[Any], call: Forward
-) -> tuple[dict[str, list[Moments]], list[list[Tensor]]]:
-    per_batch: dict[str, list[Moments]] = {}
+def _observed_outputs(
+    model: nn.Module, layers: Layers, batch: Any, call: Forward, seen: dict[str, list[Moments]], *, training: bool
+) -> list[Tensor]:
+    """The outputs for one batch; the moments of the layers' inputs are added to `seen`."""
     with (
-        norms_in_mode(model, layers, training=True),
-        observed(layers, lambda name, moments: per_batch.setdefault(name, []).append(moments)),
+        norms_in_mode(model, layers, training=training),
+        observed(layers, lambda name, moments: seen.setdefault(name, []).append(moments)),
     ):
-        outputs = [_tensors(call(model, batch)) for batch in batches]
-    return per_batch, outputs
+        return _tensors(call(model, batch))
 
 
-def _layer_diagnosis(name: str, layer: Any, per_batch: list[Moments], in_eval: Moments) -> LayerDiagnosis:
-    population = per_batch[0]
-    for moments in per_batch[1:]:
-        population = merge(population, moments)
-    kept = for_layer(layer, population)
+def _layer_diagnosis(name: str, layer: Any, per_batch: list[Moments], in_eval: list[Moments]) -> LayerDiagnosis:
+    kept, population = for_layer(layer, reduce(merge, per_batch)), reduce(merge, in_eval)
     noise = [_distance(for_layer(layer, moments), kept, layer.eps) for moments in per_batch]
-    running = Moments(layer.running_mean.to(in_eval.mean), layer.running_var.to(in_eval.var), 0.0)
-    stale = _distance(running, for_layer(layer, in_eval), layer.eps)
+    running = Moments(layer.running_mean.to(population.mean), layer.running_var.to(population.var), 0.0)
+    stale = _distance(running, for_layer(layer, population), layer.eps)
     values = sum(float(moments.weight) for moments in per_batch) / len(per_batch)
     gap = _gap(layer, per_batch, running)
     return LayerDiagnosis(name, type(layer).__name__, values, rms(noise), rms([stale]), gap)
@@ -177,22 +190,42 @@ def _tensors(output: Any) -> list[Tensor]:
     ]
 
 
-def _disagreement(train: list[list[Tensor]], evaluated: list[list[Tensor]]) -> tuple[float, float | None]:
-    """The relative difference of the outputs, and the share of predictions that differ if the outputs are scores
-    (N, classes).
-    """
-    same = [(one, other) for one, other in zip(train, evaluated, strict=True) if len(one) == len(other)]
-    pairs = [(a, b) for one, other in same for a, b in zip(one, other, strict=True) if a.shape == b.shape]
-    if not pairs:
-        return 0.0, None
-    gap = rms(a - b for a, b in pairs) / max(rms(b for _, b in pairs), 1e-12)
-    scores = [(a, b) for a, b in pairs if a.dim() == 2 and a.shape[1] > 1]
-    if not scores:
-        return gap, None
-    return gap, float(torch.cat([a.argmax(1) != b.argmax(1) for a, b in scores]).double().mean())
+class _OutputDifference:
+    """Sums over the outputs of the model in training and eval mode, one batch at a time."""
+
+    def __init__(self) -> None:
+        self._difference = self._size = 0.0
+        self._changed = self._predictions = 0
+
+    def add(self, trained: list[Tensor], evaluated: list[Tensor]) -> None:
+        if len(trained) != len(evaluated):
+            return
+        for a, b in zip(trained, evaluated, strict=True):
+            if a.shape != b.shape:
+                continue
+            self._difference += float((a.double() - b.double()).square().sum())
+            self._size += float(b.double().square().sum())
+            if a.dim() == 2 and a.shape[1] > 1:
+                self._changed += int((a.argmax(1) != b.argmax(1)).sum())
+                self._predictions += a.shape[0]
+
+    def relative(self) -> float:
+        """The root mean square of the difference, relative to the outputs in eval mode."""
+        return math.sqrt(self._difference) / max(math.sqrt(self._size), 1e-12)
+
+    def changed(self) -> float | None:
+        """The share of predictions that differ if outputs are scores (N, classes)."""
+        return self._changed / self._predictions if self._predictions else None
 
 
-def _verdict(layers: tuple[LayerDiagnosis, ...], gap: float, changed: float | None) -> str:
+def _has_memory(layer: nn.Module) -> bool:
+    """Return True if the layer normalizes by more than the current batch in training."""
+    return isinstance(layer, MemorizedBatchNorm) or (isinstance(layer, RunningNorm) and layer.READS_STATISTICS)
+
+
+def _verdict(
+    layers: tuple[LayerDiagnosis, ...], gap: float, changed: float | None, remembering: Collection[str]
+) -> str:
     noisy, stale = _worst(layers, "batch_noise"), _worst(layers, "staleness")
     if not all(math.isfinite(value) for value in (gap, noisy.batch_noise, stale.staleness)):
         return "Some values are not finite: check the batches and the weights for inf and nan."
@@ -201,13 +234,12 @@ def _verdict(layers: tuple[LayerDiagnosis, ...], gap: float, changed: float | No
         sentences.append(
             f"Batch statistics are noisy: in {noisy.name or 'the layer'} those of a batch "
             f"({noisy.values_per_batch:.0f} values per channel) differ from those of all batches by "
-            f"{noisy.batch_noise:.2f} standard deviations. Larger batches or a memory (memnorm.convert) help."
+            f"{noisy.batch_noise:.2f} standard deviations. {REMEMBERS if noisy.name in remembering else FORGETS}"
         )
     if stale.staleness > NOTICEABLE:
         sentences.append(
             f"Running statistics are stale: in {stale.name or 'the layer'} they differ by {stale.staleness:.2f} "
-            "standard deviations from the inputs in eval mode. memnorm.recalibrate(model, batches) updates them; with "
-            "a memory, memnorm.double_forward keeps them up to date."
+            "standard deviations from the inputs in eval mode. memnorm.recalibrate(model, batches) updates them."
         )
     if gap > NOTICEABLE:
         share = "" if changed is None else f" and {changed:.1%} of the predictions change"

@@ -12,7 +12,7 @@ went into that step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ from memnorm.replay import (
     replay,
     switch,
 )
+from memnorm.schedule import starts_untrained, warn_of_constant_strength
 from memnorm.stripped import check_kept
 from memnorm.updates import _counted_early, count_step_early
 
@@ -62,6 +63,7 @@ def double_forward(
     """Send each training batch forward a second time after `optimizer.step()`. The training loop does not change.
 
         memnorm.double_forward(model, optimizer)
+        schedule = memnorm.StrengthSchedule(model, total_steps)  # the rest of the paper's method
 
     Args:
         model: the module that the loop calls; if it is compiled or wrapped in DDP, the wrapper.
@@ -112,6 +114,7 @@ class DoubleForward:
         self._looks = 0  # training forwards, including those before a resumed checkpoint
         self._recorded_at_start = batches_recorded(model)
         self._names = list(named_recorders(model))
+        self._checks_strength = starts_untrained(model)
         self._claim_layers(model)
         self._handles = [
             model.register_forward_pre_hook(Hook(self, "_before_forward"), prepend=True, with_kwargs=True),
@@ -161,8 +164,13 @@ class DoubleForward:
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Resume from a `state_dict`."""
-        self.steps = state_dict["steps"]
-        self._looks, self._draws = state_dict.get("looks", 0), bool(state_dict.get("draws", False))
+        state = {"looks": 0, "draws": 0, **state_dict} if isinstance(state_dict, Mapping) else {}
+        if state.keys() != self.state_dict().keys() or not all(is_whole(one) and one >= 0 for one in state.values()):
+            raise OptionError(
+                "double_forward: expected the state_dict() of a handle, with the whole numbers "
+                f"{', '.join(self.state_dict())}; got {state_dict!r}"
+            )
+        self.steps, self._looks, self._draws = int(state["steps"]), int(state["looks"]), bool(state["draws"])
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end_forward()  # of a forward that was interrupted
@@ -290,6 +298,7 @@ class DoubleForward:
                 self._after_backward(task)
         self._backwards.clear()  # the callback of a backward that raised never comes
         self._check_forwards()
+        self._check_strength()
         for batch in self._pending:
             if batch.status == Status.ACCUMULATED:
                 batch.advance(Status.STEPPED)
@@ -349,6 +358,13 @@ class DoubleForward:
                 "its optimizer. If the loop accumulates more batches than that, raise max_pending; if another "
                 "optimizer trains the model, pass that one; if training is over, call remove() on the handle."
             )
+
+    def _check_strength(self) -> None:
+        """Warn once, at the first step, if there is no schedule of the strength."""
+        model = self._model()
+        if self._checks_strength and model is not None:
+            self._checks_strength = False
+            warn_of_constant_strength(model)
 
     def _check_forwards(self) -> None:
         """Raise or warn if the optimizer steps without forwards of the model: nothing would be recorded."""

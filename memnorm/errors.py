@@ -61,10 +61,22 @@ def check_module(model: object, caller: str) -> None:
         raise DTypeError(f"{caller}: expected a torch.nn.Module, got {got}")
 
 
+def check_callable(function: object, caller: str, argument: str) -> None:
+    if not callable(function):
+        raise DTypeError(f"{caller}: {argument} must be a function; got {function!r}")
+
+
 def is_number(value: object) -> bool:
-    """Return True for a real number of Python or numpy, but not for a bool."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """Return True for a real number of Python or numpy that a float can hold, but not for a bool."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def is_whole(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    """Return True for an integer of Python or numpy that torch can hold (64 bits), but not for a bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63

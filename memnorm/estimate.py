@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from memnorm.errors import NothingToRecord, OptionError, check_module, is_whole, warn
+from memnorm.errors import InputError, NothingToRecord, OptionError, check_callable, check_module, is_whole, warn
 from memnorm.functional import Moments, constant_moments, merge
 from memnorm.layers import MemorizedBatchNorm, Recording
 from memnorm.norms.base import RunningNorm
@@ -75,8 +75,10 @@ def recalibrate(
         forward: calls the model on a batch, if that is not enough.
         max_passes: stop after this many passes, with a warning.
     """
-    if passes not in (1, "exact"):
+    if not isinstance(passes, (int, str)) or passes not in (1, "exact"):
         raise OptionError(f'recalibrate: passes must be 1 or "exact"; got {passes!r}')
+    check_batches(batches, "recalibrate")
+    check_callable(call := forward or call_model, "recalibrate", "forward")
     if passes == "exact" and iter(batches) is batches:
         raise OptionError(
             'recalibrate: passes="exact" needs the batches several times, and an iterator yields them only once; '
@@ -85,7 +87,6 @@ def recalibrate(
     if max_passes is not None and (not is_whole(max_passes) or max_passes < 1):
         raise OptionError(f"recalibrate: max_passes must be positive; got {max_passes!r}")
     layers = tracking_layers(model, "recalibrate")
-    call = forward or call_model
     with _restored_on_error(layers.values()), torch.no_grad():
         if passes == 1:
             return _one_pass(model, layers, batches, call, training=True)[0]
@@ -149,10 +150,6 @@ def population(
         else:
             moments[name] = merge(moments[name], seen) if name in moments else seen
 
-    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
-        raise OptionError(
-            f"expected an iterable of batches, got {type(batches).__name__}: put a single batch in a list"
-        )
     count, reading = 0, _normalizing_by_batch(layers if training else {})
     with norms_in_mode(model, layers, training=training), reading as readers, observed(layers, collect):
         for batch in batches:
@@ -177,7 +174,9 @@ def observed(layers: Layers, collect: Callable[[str, Moments], None]) -> Iterato
 
     def hook(name: str) -> Callable[..., None]:
         def observe(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else next(iter(kwargs.values()))
+            x = next(iter((*args, *kwargs.values())), None)
+            if not isinstance(x, Tensor) or x.dim() < 2:
+                return  # the layer raises an error
             wide = torch.float32 if x.device.type == "mps" else torch.float64
             mean, var, weight = constant_moments(x)
             collect(name, Moments(mean.to(wide), var.to(wide), weight))
@@ -251,7 +250,19 @@ def tracking_layers(model: nn.Module, caller: str) -> Layers:
     return layers
 
 
+def check_batches(batches: object, caller: str) -> None:
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise OptionError(
+            f"{caller}: expected an iterable of batches, got {type(batches).__name__}: put a single batch in a list"
+        )
+
+
 def call_model(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, (tuple, list, Mapping)) and not batch:
+        raise InputError(
+            f"the batch {batch!r} has no input: a batch is the input, a tuple or list that starts with it, or a "
+            "mapping of keyword arguments; pass forward= for anything else"
+        )
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch[0] if isinstance(batch, (tuple, list)) else batch)

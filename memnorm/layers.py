@@ -150,16 +150,22 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         """Add the memory to a layer that is a batch norm already."""
         if memory_size is not None and (not is_whole(memory_size) or memory_size < 1):
             raise OptionError(
-                f"memory_size must be a positive number of batches, or None for all of them; got {memory_size!r}"
+                "memory_size must be a positive number of batches, or None for all of them; "
+                f"got {memory_size!r} (the limit is 2**63 - 1)"
             )
         if not is_number(decay) or not 0 < decay <= 1:
             raise OptionError(f"decay must lie in (0, 1]; got {decay!r}")
         if not is_number(prior_weight) or not 0 <= prior_weight < math.inf:
-            raise OptionError(f"prior_weight must be zero or a positive number of batches; got {prior_weight!r}")
+            raise OptionError(
+                "prior_weight must be zero or a positive number of batches; "
+                f"got {prior_weight!r} (the limit is 1.8e308)"
+            )
+        if not isinstance(prior_from_init, bool):
+            raise OptionError(f"prior_from_init must be True or False; got {prior_from_init!r}")
         self.memory_size = None if memory_size is None else int(memory_size)
         self.decay, self.prior_weight = float(decay), float(prior_weight)
         self._initial_strength = check_strength(strength)
-        self.prior_from_init = bool(prior_from_init)
+        self.prior_from_init = prior_from_init
         self.sync = check_sync(sync)
         if self.running_mean is None or self.running_var is None:
             for name in MemorizedBatchNorm.own_buffers:
@@ -173,7 +179,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         self.register_buffer("memory_mean", torch.zeros(slots, self.num_features, device=device, dtype=dtype))
         self.register_buffer("memory_var", torch.zeros(slots, self.num_features, device=device, dtype=dtype))
         self.register_buffer("memory_count", torch.zeros(slots, device=device, dtype=dtype))
-        self.register_buffer("strength", _scalar(strength, device))
+        self.register_buffer("strength", _scalar(self._initial_strength, device))
 
     # Forward
 
@@ -418,7 +424,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
     def set_strength(self, value: float) -> None:
         """Set the weight of the memory, in [0, 1]. In place: nothing recompiles and the device is not synchronised."""
-        check_strength(value)
+        value = check_strength(value)
         if self.strength is not None:
             self.strength.fill_(value)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from memnorm.errors import NothingToRecord
+from memnorm.errors import NothingToRecord, OptionError, check_module
 from memnorm.layers import Recording
 from memnorm.modules import modules_of
 from memnorm.recompute import not_recomputed
@@ -62,9 +62,12 @@ def recording(model: nn.Module, on: bool) -> Iterator[None]:
     Layers in eval mode never record. Some norms ("two_way", "mabn") also record in backward: run the backward inside
     the context, too.
     """
+    check_module(model, "recording")
     layers = list(recorders(model))
     if not layers:
         raise NothingToRecord(f"recording: {explain_no_recorder(model)}")
+    if not isinstance(on, bool):
+        raise OptionError(f"recording: on must be True or False; got {on!r}")
     with recorded_by(layers, layers if on else []):
         yield
 
@@ -102,6 +105,7 @@ def rerecord(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     Layers in eval mode record nothing. The random state is restored afterwards. `memnorm.double_forward` does all of
     this automatically, with the random state of the training forward.
     """
+    check_module(model, "rerecord")
     found = modules_of(model)
     modules = ModuleLists.of(found)
     replay(model, args, kwargs, ForwardContext.capture(found), modules.recorders, modules)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from memnorm.errors import NothingToRecord, OptionError, check_module, is_whole
+from memnorm.errors import DTypeError, NothingToRecord, OptionError, check_module, is_whole, warn
 from memnorm.layers import MemorizedBatchNorm, check_strength
 from memnorm.milestones import in_steps
-from memnorm.modules import modules_of
+from memnorm.modules import is_real, modules_of
 from memnorm.stripped import ADVICE, check_kept
+
+PAPER_VALUES = (0.1, 0.5, 0.9)
+
+
+_scheduled: weakref.WeakSet[MemorizedBatchNorm] = weakref.WeakSet()
 
 
 class StrengthSchedule:
@@ -40,24 +46,32 @@ class StrengthSchedule:
         total_steps: int,
         *,
         milestones: Sequence[float] = (0.4, 0.6),
-        values: Sequence[float] = (0.1, 0.5, 0.9),
+        values: Sequence[float] = PAPER_VALUES,
     ) -> None:
         check_module(model, "StrengthSchedule")
-        if not is_whole(total_steps) or total_steps < 1:
-            raise OptionError(f"StrengthSchedule: total_steps must be a positive number of steps; got {total_steps!r}")
-        if len(values) != len(milestones) + 1:
-            raise OptionError(
-                f"StrengthSchedule: {len(milestones)} milestones need {len(milestones) + 1} values, one before each "
-                f"and one after the last; got {len(values)} values"
-            )
         self._model = model
-        self.total_steps = int(total_steps)
-        self.milestones = [in_steps(milestone, total_steps) for milestone in milestones]
-        self.values = [check_strength(value) for value in values]
-        if sorted(self.milestones) != self.milestones:
-            raise OptionError(f"StrengthSchedule: milestones must increase; got {list(milestones)}")
-        self.last_step = 0
+        self._set(total_steps, milestones, values, last_step=0)
         self._apply()
+
+    def _set(self, total_steps: int, milestones: Sequence[float], values: Sequence[float], last_step: int) -> None:
+        """Set everything, or raise an error and set nothing."""
+        if not is_whole(total_steps) or total_steps < 1:
+            raise OptionError(
+                f"StrengthSchedule: total_steps must be a positive number of steps; got {total_steps!r} "
+                "(the limit is 2**63 - 1)"
+            )
+        if not is_whole(last_step) or last_step < 0:
+            raise OptionError(f"StrengthSchedule: last_step must be a number of steps; got {last_step!r}")
+        strengths = [check_strength(value) for value in _as_list(values, "values")]
+        steps = [in_steps(milestone, total_steps) for milestone in _as_list(milestones, "milestones")]
+        if len(strengths) != len(steps) + 1:
+            raise OptionError(
+                f"StrengthSchedule: {len(steps)} milestones need {len(steps) + 1} values, one before each "
+                f"and one after the last; got {len(strengths)} values"
+            )
+        if sorted(steps) != steps:
+            raise OptionError(f"StrengthSchedule: milestones must increase; got {list(milestones)}")
+        self.total_steps, self.milestones, self.values, self.last_step = int(total_steps), steps, strengths, last_step
 
     def get_last_strength(self) -> float:
         """The current strength."""
@@ -77,10 +91,12 @@ class StrengthSchedule:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a `state_dict` and set the strength of the layers."""
-        missing = self.state_dict().keys() ^ state_dict.keys()
+        if not isinstance(state_dict, Mapping):
+            raise DTypeError(f"StrengthSchedule: expected a state_dict(), got {type(state_dict).__name__}")
+        missing = sorted(map(str, self.state_dict().keys() ^ state_dict.keys()))
         if missing:
-            raise OptionError(f"StrengthSchedule: not a state of this schedule; missing or unknown: {sorted(missing)}")
-        self.__dict__.update(state_dict)
+            raise OptionError(f"StrengthSchedule: not a state of this schedule; missing or unknown: {missing}")
+        self._set(**state_dict)
         self._apply()
 
     def _apply(self) -> None:
@@ -94,3 +110,36 @@ class StrengthSchedule:
         self._names = list(layers)
         for layer in layers.values():
             layer.set_strength(self.get_last_strength())
+            _scheduled.add(layer)
+
+
+def starts_untrained(model: nn.Module) -> bool:
+    """Return True if the model has layers of the paper's norm and all of them have their initial statistics."""
+    layers = _layers_of_the_paper(model)
+    means = [layer.running_mean for layer in layers]
+    return bool(layers) and all(map(is_real, means)) and not any(bool(mean.any()) for mean in means)
+
+
+def warn_of_constant_strength(model: nn.Module) -> None:
+    """Warn if a layer of the paper's norm has a larger strength than the schedule starts with, and no schedule."""
+    for layer in _layers_of_the_paper(model):
+        if layer not in _scheduled and float(layer.strength) > PAPER_VALUES[0]:
+            warn(
+                f"double_forward: the strength of the memory is constant ({float(layer.strength):g}) in a model that "
+                "was not pretrained. In our runs a constant 0.5 had far more error than a strength that starts small. "
+                "Add schedule = memnorm.StrengthSchedule(model, total_steps), and schedule.step() after "
+                f"optimizer.step(); or convert with strength={PAPER_VALUES[0]}."
+            )
+            return
+
+
+def _layers_of_the_paper(model: nn.Module) -> list[MemorizedBatchNorm]:
+    modules = (one for one in model.modules() if isinstance(one, MemorizedBatchNorm))
+    return [one for one in modules if one.norm == MemorizedBatchNorm.norm and one.running_mean is not None]
+
+
+def _as_list(values: Any, name: str) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise DTypeError(f"StrengthSchedule: {name} must be a list of numbers; got {values!r}") from None

@@ -1,8 +1,10 @@
 """diagnose: its numbers, its table and its verdict."""
 
 import copy
+import gc
 import math
 import re
+import weakref
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from torch import nn
 
 import memnorm
 from memnorm import diagnose, recalibrate
-from memnorm.errors import NothingToRecord
+from memnorm.errors import DTypeError, NothingToRecord, OptionError
 
 
 def rms(x):
@@ -56,14 +58,14 @@ def test_batch_noise_is_the_distance_of_batch_moments_from_those_of_all_batches(
     model, batches = layer_and_batches(build)
     population = moments(torch.cat(batches))
     expected = rms(torch.stack([distance(moments(batch), population, 1e-3) for batch in batches]))
-    assert diagnose(model, batches, show=False).layers[0].batch_noise == pytest.approx(expected, abs=1e-12)
+    assert diagnose(model, batches).layers[0].batch_noise == pytest.approx(expected, abs=1e-12)
 
 
 @each_build
 def test_staleness_is_the_distance_of_running_statistics_from_what_the_layer_sees(build):
     model, batches = layer_and_batches(build)
     expected = rms(distance((model[0].running_mean, model[0].running_var), moments(torch.cat(batches)), 1e-3))
-    assert diagnose(model, batches, show=False).layers[0].staleness == pytest.approx(expected, abs=1e-12)
+    assert diagnose(model, batches).layers[0].staleness == pytest.approx(expected, abs=1e-12)
 
 
 def outputs_in_both_modes(model, batches):
@@ -79,7 +81,7 @@ def test_disagreement_is_the_difference_of_normalised_values_in_both_modes(build
     model, batches = layer_and_batches(build)
     trained, evaluated = outputs_in_both_modes(model, batches)
     expected = rms(trained - evaluated)
-    assert diagnose(model, batches, show=False).layers[0].disagreement == pytest.approx(expected, abs=1e-12)
+    assert diagnose(model, batches).layers[0].disagreement == pytest.approx(expected, abs=1e-12)
 
 
 @each_build
@@ -87,7 +89,7 @@ def test_output_disagreement_is_relative_to_the_output_in_eval_mode(build):
     model, batches = layer_and_batches(build)
     trained, evaluated = outputs_in_both_modes(model, batches)
     expected = rms(trained - evaluated) / rms(evaluated)
-    assert diagnose(model, batches, show=False).output_disagreement == pytest.approx(expected, abs=1e-12)
+    assert diagnose(model, batches).output_disagreement == pytest.approx(expected, abs=1e-12)
 
 
 @each_build
@@ -95,18 +97,18 @@ def test_changed_predictions_are_a_share_of_all_rows(build):
     model, batches = layer_and_batches(build, size=2, count=10)
     trained, evaluated = outputs_in_both_modes(model, batches)
     expected = (trained.argmax(1) != evaluated.argmax(1)).double().mean().item()
-    assert diagnose(model, batches, show=False).changed_predictions == expected
+    assert diagnose(model, batches).changed_predictions == expected
     assert 0 < expected < 1
 
 
 def test_there_are_no_predictions_without_scores():
     model = nn.Sequential(nn.BatchNorm2d(3))
-    assert diagnose(model, [images(4, seed=0)], show=False).changed_predictions is None
+    assert diagnose(model, [images(4, seed=0)]).changed_predictions is None
 
 
 def test_the_diagnosis_names_layers_kinds_and_sizes():
     net = nn.Sequential(deep_net(NORMS["plain"]), nn.Linear(3, 4).double(), deep_net(NORMS["memorized"]))
-    result = diagnose(net, DATA.split([9, 20]), show=False)
+    result = diagnose(net, DATA.split([9, 20]))
     assert result.batches == 2
     assert [(d.name, d.kind, d.values_per_batch) for d in result.layers] == [
         (name, type(layer).__name__, 14.5) for name, layer in batch_norms(net).items()
@@ -121,22 +123,78 @@ def test_a_filled_memory_brings_training_and_eval_closer_than_plain_batch_norm_a
         layer = build(3, dtype=torch.float64)
         for batch in batches[:30]:
             layer(batch)
-        disagreement[name] = diagnose(layer, batches[30:], show=False).layers[0].disagreement
+        disagreement[name] = diagnose(layer, batches[30:]).layers[0].disagreement
     assert disagreement["memorized"] < 0.5 * disagreement["plain"]
 
 
-def test_a_diagnosis_is_printed(capsys):
+def test_a_diagnosis_prints_nothing(capsys):
+    diagnose(deep_net(NORMS["plain"]), [DATA])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_repr_of_a_diagnosis_is_its_text():
     result = diagnose(deep_net(NORMS["plain"]), [DATA])
-    assert capsys.readouterr().out == f"{result}\n"
+    assert repr(result) == str(result)
+    assert repr(result).startswith("layer  kind ")
 
 
-def test_a_diagnosis_is_not_printed_with_show_off(capsys):
-    diagnose(deep_net(NORMS["plain"]), [DATA], show=False)
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize(("limit", "taken"), [({}, 32), ({"max_batches": 3}, 3), ({"max_batches": 50}, 40)])
+def test_at_most_max_batches_are_taken(limit, taken):
+    drawn = []
+    batches = (drawn.append(seed) or randn(4, 3, seed=seed) for seed in range(40))
+    result = diagnose(nn.BatchNorm1d(3).double(), batches, **limit)
+    assert (result.batches, len(drawn)) == (taken, taken)
+
+
+def test_one_batch_at_a_time_is_in_memory():
+    alive = []
+
+    def batches():
+        references = []
+        for seed in range(5):
+            batch = randn(4, 3, seed=seed)
+            references.append(weakref.ref(batch))
+            yield batch
+            del batch
+            gc.collect()
+            alive.append(sum(one() is not None for one in references))
+
+    diagnose(nn.BatchNorm1d(3).double(), batches())
+    assert max(alive) <= 1  # the loop's variable
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2.5, "a", None, True])
+def test_max_batches_is_a_positive_number(limit):
+    with pytest.raises(OptionError, match="max_batches must be a positive number of batches; got"):
+        diagnose(nn.BatchNorm1d(3), [DATA], max_batches=limit)
+
+
+def test_forward_must_be_a_function():
+    with pytest.raises(DTypeError, match="diagnose: forward must be a function; got 5"):
+        diagnose(nn.BatchNorm1d(3), [DATA], forward=5)
+
+
+@pytest.mark.parametrize("norm", [None, "bn", "ghost"])
+def test_two_way_memory_is_the_advice_for_noisy_layers_without_a_memory(norm):
+    model = nn.Sequential(nn.BatchNorm1d(4).double())
+    if norm:
+        memnorm.convert(model, norm)
+    verdict = diagnose(model, LOTS[:64].split(4)).verdict
+    assert 'memnorm.convert(model, "two_way")' in verdict
+    assert "double_forward" not in verdict
+
+
+@pytest.mark.parametrize("norm", ["mbn", "two_way", "brn", "mabn", "momentum_bn"])
+def test_no_memory_is_the_advice_for_layers_that_have_one(norm):
+    model = memnorm.convert(nn.Sequential(nn.BatchNorm1d(4).double()), norm)
+    verdict = diagnose(model, LOTS[:64].split(4)).verdict
+    assert "Batch statistics are noisy" in verdict
+    assert "convert" not in verdict
+    assert "double_forward" not in verdict
 
 
 def test_a_printed_diagnosis_is_a_table_and_the_verdict():
-    result = diagnose(deep_net(NORMS["plain"]), [DATA], show=False)
+    result = diagnose(deep_net(NORMS["plain"]), [DATA])
     lines = str(result).splitlines()
     first = result.layers[0]
     assert [line.split()[0] for line in lines[2:5]] == ["1", "4", "7"]
@@ -187,7 +245,7 @@ VERDICTS = {
 @pytest.mark.parametrize(("build", "batches", "words"), VERDICTS.values(), ids=VERDICTS)
 def test_the_verdict_says_what_is_wrong_and_nothing_else(build, batches, words):
     words = {"noisy", "stale", "disagree"} if words is None else words
-    verdict = diagnose(build(), batches, show=False).verdict
+    verdict = diagnose(build(), batches).verdict
     assert {word for word in ("noisy", "stale", "disagree") if re.search(rf"\b{word}\b", verdict)} == words
     assert verdict.startswith("Nothing unusual") == (not words)
 
@@ -195,13 +253,13 @@ def test_the_verdict_says_what_is_wrong_and_nothing_else(build, batches, words):
 @pytest.mark.filterwarnings("ignore::memnorm.MemnormWarning")
 def test_the_verdict_mentions_batches_that_are_not_finite():
     model = settled(Damped(), LOTS)
-    assert "Nothing unusual" not in diagnose(model, [*LOTS.split(1024), not_finite(math.nan)], show=False).verdict
+    assert "Nothing unusual" not in diagnose(model, [*LOTS.split(1024), not_finite(math.nan)]).verdict
 
 
 def test_the_verdict_names_the_worst_layer():
     net = settled(deep_net(NORMS["plain"]), DATA)
     net[4].running_mean.add_(1000)
-    verdict = diagnose(net, [DATA], show=False).verdict
+    verdict = diagnose(net, [DATA]).verdict
     assert re.search(r"Running statistics are stale: in 4 they differ by \d{2,}\.\d\d standard deviations", verdict)
 
 
@@ -211,7 +269,7 @@ def test_a_diagnosis_changes_nothing(training):
     if not training:
         net.eval()
     before = condition(net)
-    diagnose(net, DATA.split(10), show=False)
+    diagnose(net, DATA.split(10))
     assert_condition(net, before)
 
 
@@ -219,20 +277,20 @@ def test_a_diagnosis_that_fails_changes_nothing():
     net = mixed_net()
     before = condition(net)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        diagnose(net, [DATA, DATA[:, :3]], show=False)
+        diagnose(net, [DATA, DATA[:, :3]])
     assert_condition(net, before)
 
 
 def test_a_diagnosis_leaves_no_gradient():
     net = deep_net(NORMS["memorized"])
     seen = []
-    diagnose(net, [DATA], show=False, forward=lambda model, batch: seen.append(model(batch)) or seen[-1])
+    diagnose(net, [DATA], forward=lambda model, batch: seen.append(model(batch)) or seen[-1])
     assert not any(output.requires_grad for output in seen)
 
 
 def test_dropout_is_off_in_a_diagnosis():
     model = settled(nn.Sequential(nn.BatchNorm1d(4).double(), nn.Dropout(0.5)), DATA)
-    assert diagnose(model, [DATA], show=False).output_disagreement < 1e-9
+    assert diagnose(model, [DATA]).output_disagreement < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -246,8 +304,8 @@ def test_outputs_may_be_nested(wrap):
             return wrap(self.net(x))
 
     net = deep_net(NORMS["plain"])
-    expected = diagnose(net, DATA.split(10), show=False)
-    result = diagnose(Wrapped(net), DATA.split(10), show=False)
+    expected = diagnose(net, DATA.split(10))
+    result = diagnose(Wrapped(net), DATA.split(10))
     assert result.output_disagreement == expected.output_disagreement > 0
     assert result.changed_predictions == expected.changed_predictions
 
@@ -256,12 +314,12 @@ def test_a_model_without_tensors_in_its_output_has_no_output_disagreement():
     def call_only(model, batch):
         model(batch)
 
-    result = diagnose(deep_net(NORMS["plain"]), [DATA], show=False, forward=call_only)
+    result = diagnose(deep_net(NORMS["plain"]), [DATA], forward=call_only)
     assert (result.output_disagreement, result.changed_predictions) == (0.0, None)
 
 
 def test_layers_that_were_not_reached_are_not_diagnosed():
-    assert [d.name for d in diagnose(Partial(), [DATA], show=False).layers] == ["used"]
+    assert [d.name for d in diagnose(Partial(), [DATA]).layers] == ["used"]
 
 
 def test_layers_that_run_in_training_mode_only_are_not_diagnosed():
@@ -269,12 +327,12 @@ def test_layers_that_run_in_training_mode_only_are_not_diagnosed():
         def forward(self, x):
             return self.used(self.unused(x) if self.used.training else x)
 
-    assert [d.name for d in diagnose(Auxiliary(), [DATA], show=False).layers] == ["used"]
+    assert [d.name for d in diagnose(Auxiliary(), [DATA]).layers] == ["used"]
 
 
 def test_an_iterator_of_batches_can_be_diagnosed():
     net = deep_net(NORMS["plain"])
-    assert diagnose(net, iter(DATA.split(10)), show=False) == diagnose(net, DATA.split(10), show=False)
+    assert diagnose(net, iter(DATA.split(10))) == diagnose(net, DATA.split(10))
 
 
 def test_a_diagnosis_without_batches_is_an_error():

@@ -23,6 +23,13 @@ def code_blocks():
 
 
 @pytest.mark.parametrize("block", list(code_blocks()))
+def test_a_code_block_shows_double_forward_with_the_schedule(block):
+    papers = ("double_forward(" in block or "rerecord(" in block) and '"bn"' not in block
+    assert "StrengthSchedule(" in block or not papers
+
+
+@pytest.mark.filterwarnings("error::memnorm.MemnormWarning")
+@pytest.mark.parametrize("block", list(code_blocks()))
 def test_code_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = small_net()

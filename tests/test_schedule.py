@@ -239,3 +239,42 @@ def test_wrong_arguments_do_not_change_the_layers():
     with pytest.raises(OptionError):
         StrengthSchedule(layer, 10, milestones=(0.6, 0.4))
     assert layer.strength.item() == 0.3
+
+
+def train_with_double_forward(model, *, before_steps=lambda model: None, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memnorm.double_forward(model, optimizer)
+    before_steps(model)
+    for seed in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images(4, seed=seed)), labels(4, seed=seed)).backward()
+        optimizer.step()
+
+
+def pretrained_net():
+    model = small_net()
+    model(images(4, seed=9))
+    return model
+
+
+def test_a_constant_strength_warns_once_in_training():
+    with pytest.warns(memnorm.MemnormWarning, match=r"constant \(0\.5\).*StrengthSchedule\(model, total_st") as seen:
+        train_with_double_forward(memnorm.convert(small_net()))
+    assert len(seen) == 1
+
+
+@pytest.mark.filterwarnings("error::memnorm.MemnormWarning")
+@pytest.mark.parametrize(
+    ("build", "before_steps"),
+    [
+        (lambda: memnorm.convert(small_net()), lambda model: StrengthSchedule(model, 3)),
+        (lambda: memnorm.convert(small_net()), lambda model: StrengthSchedule(model, 3, milestones=(), values=(0.5,))),
+        (lambda: memnorm.convert(small_net(), strength=0.1), lambda model: None),
+        (lambda: memnorm.convert(pretrained_net()), lambda model: None),
+        (lambda: memnorm.convert(small_net(), "two_way", warmup=0), lambda model: None),
+        (lambda: memnorm.convert(small_net(), "bn"), lambda model: None),
+    ],
+    ids=["schedule", "constant schedule", "small", "pretrained", "two-way memory", "batch norm"],
+)
+def test_no_warning_of_a_constant_strength(build, before_steps):
+    train_with_double_forward(build(), before_steps=before_steps)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from memnorm.errors import OptionError
+from memnorm.errors import DTypeError, OptionError, check_callable
 from memnorm.norms import (
     bn,
     brn,
@@ -81,6 +81,14 @@ _REGISTRY = {module.ENTRY["name"]: Norm(**module.ENTRY) for module in _MODULES}
 
 def register(norm: Norm) -> Norm:
     """Register a norm, so that its name can be used like that of a built-in one."""
+    if not isinstance(norm, Norm):
+        raise DTypeError(f"norms.register: expected a memnorm.norms.Norm, got {type(norm).__name__}: Norm(name=…, …)")
+    if not isinstance(norm.name, str) or not norm.name:
+        raise OptionError(f"norms.register: name must be a word for memnorm.convert(model, name); got {norm.name!r}")
+    check_callable(norm.replace, f"norms.register: {norm.name}", "replace")
+    for name in ("refuse", "surgery", "settle"):
+        if getattr(norm, name) is not None:
+            check_callable(getattr(norm, name), f"norms.register: {norm.name}", name)
     if norm.name in _REGISTRY:
         raise OptionError(f"norms.register: there is already a norm {norm.name!r}; choose another name")
     _REGISTRY[norm.name] = norm
@@ -89,7 +97,7 @@ def register(norm: Norm) -> Norm:
 
 def get(name: str) -> Norm:
     """The registry entry of a norm."""
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise OptionError(f"unknown norm {name!r}; available: {', '.join(available())}")
     return _REGISTRY[name]
 

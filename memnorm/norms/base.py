@@ -67,7 +67,7 @@ class RunningNorm(Recording, _BatchNorm):
         self._set_up(momentum, options)
 
     @classmethod
-    def replacing(cls, layer: _BatchNorm, momentum: Any = ..., **options: Any) -> nn.Module:
+    def replacing(cls, layer: _BatchNorm, /, momentum: Any = ..., **options: Any) -> nn.Module:
         """The replacement of a batch norm, with its parameters, statistics, mode and hooks."""
         if isinstance(layer, RunningNorm):
             layer = restored(layer)

@@ -43,7 +43,7 @@ class BatchFreeNorm(nn.Module):
         self.reset_parameters()
 
     @classmethod
-    def replacing(cls, layer: _BatchNorm, **options: Any) -> nn.Module:
+    def replacing(cls, layer: _BatchNorm, /, **options: Any) -> nn.Module:
         """The replacement of a batch norm, with its parameters and its mode."""
 
         def build(num_features: int) -> BatchFreeNorm:

@@ -16,7 +16,7 @@ from memnorm.norms.base import with_affine
 from memnorm.norms.batch_free import choose_groups
 
 
-def replace(layer: _BatchNorm, *, num_groups: int | None = None) -> nn.Module:
+def replace(layer: _BatchNorm, /, *, num_groups: int | None = None) -> nn.Module:
     """Replace a batch norm by group norm; for `num_groups`, see `choose_groups`."""
 
     def build(channels: int) -> nn.GroupNorm:

@@ -44,7 +44,7 @@ class InstanceNorm(_InstanceNorm):
             )
 
 
-def replace(layer: _BatchNorm) -> nn.Module:
+def replace(layer: _BatchNorm, /) -> nn.Module:
     return with_affine(layer, lambda channels: InstanceNorm(channels, eps=layer.eps, affine=layer.affine))
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from memnorm.norms import group
 
 
-def replace(layer: _BatchNorm) -> nn.Module:
+def replace(layer: _BatchNorm, /) -> nn.Module:
     return group.replace(layer, num_groups=1)
 
 

@@ -85,7 +85,7 @@ class Family(NamedTuple):
     options: dict[str, Any]
     options_of_model: tuple[str, ...] = ()  # handled elsewhere
 
-    def replace(self, layer: _BatchNorm, **options: Any) -> MemorizedBatchNorm:
+    def replace(self, layer: _BatchNorm, /, **options: Any) -> MemorizedBatchNorm:
         """A layer of this family in place of a batch norm for which `why_not` has no objection. A layer that is of the
         family already gets new options and keeps its memory.
         """

@@ -410,7 +410,7 @@ FAMILY = mbn.Family(
 )
 
 
-def replace(layer: _BatchNorm, *, center: Any = "auto", **options: Any) -> MemorizedBatchNorm:
+def replace(layer: _BatchNorm, /, *, center: Any = "auto", **options: Any) -> MemorizedBatchNorm:
     """Replace a batch norm by a two-way layer. `_center` handles `center`."""
     centering.check_mode(center)
     new = cast(TwoWayBatchNorm, FAMILY.replace(layer, **options))

@@ -53,7 +53,7 @@ class WeightNormAffine(BatchFreeNorm):
     _ready = False  # True once the buffer is True, so that not every forward reads from the device
 
     @classmethod
-    def replacing(cls, layer: _BatchNorm, **options: Any) -> nn.Module:
+    def replacing(cls, layer: _BatchNorm, /, **options: Any) -> nn.Module:
         new = super().replacing(layer, **options)
         affine: Any = new[0] if isinstance(new, nn.Sequential) else new
         for name, start in (("weight", torch.ones), ("bias", torch.zeros)):

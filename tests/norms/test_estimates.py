@@ -39,7 +39,7 @@ def test_disagreement_is_the_difference_between_the_outputs_in_training_and_eval
         in_training = torch.stack([net(batch) for batch in batches])
         in_eval = torch.stack([net.eval()(batch) for batch in batches])
     wanted = float((in_training - in_eval).square().mean().sqrt())
-    (found,) = memnorm.diagnose(net.train(), batches, show=False).layers
+    (found,) = memnorm.diagnose(net.train(), batches).layers
     assert found.disagreement == pytest.approx(wanted, rel=1e-9)
 
 
@@ -47,7 +47,7 @@ def test_disagreement_is_the_difference_between_the_outputs_in_training_and_eval
 def test_an_unknown_disagreement_is_called_unknown(name):
     net = memnorm.convert(chain(), name)
     step(net, 4)
-    found = memnorm.diagnose(net, [images(4, seed=index) for index in range(2)], show=False)
+    found = memnorm.diagnose(net, [images(4, seed=index) for index in range(2)])
     assert all(math.isnan(layer.disagreement) for layer in found.layers)
     assert str(found).count("unknown") == len(found.layers) == 2
     assert found.output_disagreement > 0
@@ -57,7 +57,7 @@ def test_an_unknown_disagreement_is_called_unknown(name):
 def test_recalibrated_statistics_are_not_stale(name):
     net, batches = trained(name)
     memnorm.recalibrate(net, batches, passes="exact")
-    (found,) = memnorm.diagnose(net, batches, show=False).layers
+    (found,) = memnorm.diagnose(net, batches).layers
     assert found.staleness < 1e-6
 
 
