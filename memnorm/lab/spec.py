@@ -21,6 +21,7 @@ import yaml
 from memnorm.lab.errors import UsageError
 
 MEMORY_NORMS = ("mbn",)  # those with a strength λ
+LARGEST_INT = 2**63 - 1  # torch's; a larger one may overflow in arithmetic with floats
 RESERVED_OPTIONS = {  # arguments that the run sets itself
     "model_options": ("name", "classes", "image_shape", "norm_layer"),
     "data_options": ("name", "root"),
@@ -150,7 +151,7 @@ class RunSpec:
     @classmethod
     def from_yaml(cls, text: str) -> RunSpec:
         try:
-            values = yaml.safe_load(text)
+            values = yaml.load(text, _Loader)
         except Exception as error:  # it raises more than YAMLError: on a date that is none, on deep nesting
             raise UsageError(f"not a YAML file: {error}") from error
         return cls.from_dict(values)
@@ -173,6 +174,15 @@ class Execution:
         for name in ("threads", "workers", "checkpoint_seconds"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must not be negative; got {getattr(self, name)}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Without aliases: a few of them stand for a mapping that fills the memory, and a specification needs none."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"a specification has no aliases; got *{self.peek_event().anchor}")
+        return super().compose_node(parent, index)
 
 
 def arm_name(norm: str, scheme: str) -> str:
@@ -199,6 +209,8 @@ def check_types(spec: Any) -> None:
         if not _is_a(value, wanted_types[one.name]):
             wanted = _words(wanted_types[one.name])
             raise UsageError(f"{one.name} must be {wanted}; got {value!r}")
+        if isinstance(value, int) and value > LARGEST_INT and wanted_types[one.name] is not float:
+            raise UsageError(f"{one.name} must be below 2**63; got {value}")
 
 
 def _is_a(value: Any, hint: Any) -> bool:

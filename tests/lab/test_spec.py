@@ -105,6 +105,8 @@ BAD = [
     ({"processes": 3, "batch_size": 2}, "3 processes cannot share a batch of 2"),
     ({"seed": -1}, "seed must not be negative; got -1"),
     ({"seed": 0.5}, "seed must be a whole number; got 0.5"),
+    ({"seed": 10**309}, "seed must be below 2**63; got 1000"),
+    ({"train_images": 2**63}, "train_images must be below 2**63; got 9223"),
 ]
 
 
@@ -281,6 +283,10 @@ NOT_YAML = {
     "endless number": "seed: " + "9" * 5000,
     "truth that is none": "augment: !!bool x",
     "time that is none": "model: !!timestamp x",
+    "alias": "model_options: {a: &a [1], b: *a}",
+    "alias of itself": "model_options: &a {x: *a}",
+    "aliases that fill the memory": "model_options:\n  a0: &a0 [x, x]\n"
+    + "".join(f"  a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
 }
 
 
@@ -295,7 +301,6 @@ NOT_PLAIN = {
     "set": "model_options: {a: !!set {x, y}}",
     "bytes": "model_options: {a: !!binary aGVsbG8=}",
     "keys of several kinds": "model_options: {a: {1: 2, b: 3}}",
-    "itself": "model_options: &a {x: *a}",
     "infinity": "model_options: {a: .inf}",
     "no number": "model_options: {a: .nan}",
 }

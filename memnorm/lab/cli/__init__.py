@@ -41,6 +41,8 @@ def program() -> NoReturn:
     """The entry point. A process of torchrun exits without Python's shutdown: torch's thread for collectives may still
     run, and would abort it.
     """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files may be no UTF-8
     code = main()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         sys.stdout.flush()
