@@ -21,6 +21,7 @@ import yaml
 from memnorm.lab.errors import UsageError
 
 MEMORY_NORMS = ("mbn",)  # those with a strength λ
+LARGEST_FLOAT = 3.4e38  # of float32, nearly
 LARGEST_INT = 2**63 - 1  # torch's; a larger one may overflow in arithmetic with floats
 RESERVED_OPTIONS = {  # arguments that the run sets itself
     "model_options": ("name", "classes", "image_shape", "norm_layer"),
@@ -272,8 +273,10 @@ def _problems(spec: RunSpec) -> list[str]:
     found += [f"{name} must not be negative; got {getattr(spec, name)}" for name in natural if getattr(spec, name) < 0]
     if not 0 < spec.learning_rate < float("inf"):
         found.append(f"learning_rate must be positive and finite; got {spec.learning_rate}")
-    if spec.weight_decay == float("inf"):
-        found.append(f"weight_decay must be finite; got {spec.weight_decay}")
+    elif not found and spec.base_learning_rate > LARGEST_FLOAT:
+        found.append(f"learning_rate must be at most {LARGEST_FLOAT} after scaling; got {spec.base_learning_rate}")
+    if spec.weight_decay > LARGEST_FLOAT:
+        found.append(f"weight_decay must be at most {LARGEST_FLOAT}; got {spec.weight_decay}")
     if spec.momentum >= 1:
         found.append(f"momentum must be below 1; got {spec.momentum}")
     if not 0 < spec.fraction <= 1:

@@ -97,6 +97,11 @@ class RunFolder:
     @contextlib.contextmanager
     def held(self, wait: bool = False) -> Iterator[None]:
         """Hold the lock of the run; if another process has it, wait for it or raise RunHeld."""
+        if self.path.is_symlink():
+            raise LabError(
+                f"{self.path} is a symbolic link. A run writes and deletes files in its folder, so it must be a real "
+                "one: remove the link, or link the whole folder of runs."
+            )
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(self.path / "lock")

@@ -149,6 +149,22 @@ def test_a_diverged_run_is_recorded_and_exits_with_1(call):
     assert "diverged" in out
 
 
+@pytest.mark.parametrize("flag", ["--learning-rate", "--weight-decay"])
+def test_the_largest_rates_diverge_without_a_traceback(call, flag):
+    code, out, _ = call("train", *QUICK, flag, "3.4e38")
+    assert code == 1
+    assert "diverged" in out
+
+
+def test_control_characters_in_a_record_do_not_reach_the_terminal(call, tmp_path):
+    call("train", *QUICK)
+    (path,) = tmp_path.glob("runs/*/result.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "name": "\x1b[2J\x9b2J"}))
+    code, _, err = call("train", *QUICK)
+    assert code == 1
+    assert r"belongs to \x1b[2J\x9b2J;" in err
+
+
 def test_tensorboard_writes_event_files(call, tmp_path):
     pytest.importorskip("tensorboard")
     assert call("train", *QUICK, "--tensorboard")[0] == 0

@@ -316,6 +316,17 @@ def test_waiting_ends_when_the_holder_ends(store, holder):
         end(second)
 
 
+def test_a_run_does_not_work_in_a_linked_folder(store, tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "checkpoint-best.pt").write_text("somebody's")
+    store.root.mkdir()
+    store.run(SPEC).path.symlink_to(kept)
+    with pytest.raises(LabError, match="is a symbolic link"):
+        holds(store.run(SPEC))
+    assert [path.name for path in kept.iterdir()] == ["checkpoint-best.pt"]
+
+
 def test_a_run_is_free_after_an_exception(store):
     folder = store.run(SPEC)
 

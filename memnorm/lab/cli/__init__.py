@@ -16,6 +16,7 @@ import memnorm
 from memnorm.errors import MemnormError, OptionError
 from memnorm.lab.errors import FAILED, INTERRUPTED, OK, USAGE, LabError
 from memnorm.lab.signals import terminations_interrupt
+from memnorm.text import visible
 
 COMMANDS = {
     "demo": "see it work in two minutes: equations, cost on this machine, a live comparison",
@@ -99,5 +100,5 @@ def guarded(name: str, words: list[str]) -> int:
 
 
 def complain(text: str, code: int) -> int:
-    print(f"memnorm: {text}", file=sys.stderr)
+    print(f"memnorm: {visible(text)}", file=sys.stderr)
     return code

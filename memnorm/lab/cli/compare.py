@@ -22,7 +22,7 @@ from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
 from memnorm.lab.training import load_data
 from memnorm.lab.verdict import TEST_HEADER, Verdict
-from memnorm.text import table
+from memnorm.text import table, visible
 
 EXAMPLES = """
 examples:
@@ -170,7 +170,8 @@ def as_dict(found: Comparison, rates: Collection[tuple[str, int]] = ()) -> dict[
 def as_text(found: Comparison) -> str:
     """The comparison for the terminal: errors, verdict, significance tests."""
     judged = found.verdict or NO_VERDICT
-    failed = ["failed:\n" + "\n".join(f"{run}: {message}" for run, message in found.failures)] if found.failures else []
+    reasons = [f"{run}: {visible(message)}" for run, message in found.failures]
+    failed = ["\n".join(["failed:", *reasons])] if reasons else []
     tests = [table([TEST_HEADER, *(one.cells for one in judged.shown)])] if judged.shown else []
     return "\n\n".join(
         [table([ERROR_HEADER, *error_rows(found)]), *failed, *tests, "\n".join((judged.headline, *judged.details))]
