@@ -49,7 +49,7 @@ PLACES = "data-root download json runs"
 COMPUTED = "channels-last checkpoint-seconds device keep-weights tensorboard threads workers"
 SHARED = """accumulate augment base-batch-size classes-per-batch config data data-options evaluations learning-rate
     milestones model model-options momentum precision print_config sampler scaling schedule strength test-images
-    train-images warmup weight-decay"""
+    train-images trust-config warmup weight-decay"""
 FLAGS = {
     "demo": "json out",
     "report": "json out runs",
@@ -186,6 +186,36 @@ def test_a_user_s_own_model_trains(call, tmp_path):
     )
     result = result_of(call("train", *QUICK, "--model", "mine:net", "--norm", "mbn", "--json"))
     assert result["parameters"] == 4 * 9 + 4 + 8 + 144 * 10 + 10
+
+
+MINE = """
+import pathlib
+from torch import nn
+pathlib.Path("imported").touch()
+def net(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize("trust", [{}, {"trust_config": True}], ids=["plain", "the file trusts itself"])
+def test_a_model_that_a_file_names_is_not_imported_without_trust(call, tmp_path, command, trust):
+    (tmp_path / "mine_in_a_file.py").write_text(MINE)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": "mine_in_a_file:net", "data": "digits", **trust}))
+    for words in ([], ["--model", "small"]):  # the file comes later and wins
+        code, out, err = call(command, *words, "--config", "run.yaml")
+        assert (code, out) == (2, "")
+        assert "mine_in_a_file:net" in err
+        assert "--trust-config" in err
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("words", [["--trust-config"], ["--model", "mine_trusted:net"], ["--model=mine_trusted:net"]])
+def test_a_model_that_a_file_names_is_used_where_the_command_line_trusts_it(call, tmp_path, words):
+    (tmp_path / "mine_trusted.py").write_text(MINE)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": "mine_trusted:net"}))
+    rest = [word for word in QUICK if word not in ("--model", "small")]
+    assert result_of(call("train", "--config", "run.yaml", *rest, *words, "--json"))["parameters"] == 650
 
 
 def test_report_of_an_empty_store_says_which_command_makes_runs(call):

@@ -11,7 +11,7 @@ from typing import Any
 from memnorm.lab import report
 from memnorm.lab.arms import parse_arm
 from memnorm.lab.cli.data import ensure
-from memnorm.lab.cli.flags import add_fields, add_places, filled, names, numbers, parse, parser
+from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, names, numbers, parse, parser
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
@@ -33,7 +33,8 @@ examples:
 
 Every norm sees the same number of images, in the same order, from the same initial weights. The learning rate is meant
 for --base-batch-size and is scaled with the batch; --tune chooses one per norm and batch size on held-out training
-images. Runs side by side (--jobs) disturb each other's timings: use --jobs 0 to measure them.
+images. Runs side by side (--jobs) disturb each other's timings: use --jobs 0 to measure them. A config file is code if
+it names a model of your own, package.module:factory: the runs import and call it. Such a file needs --trust-config.
 """
 DEFAULTS = {"model": "small", "data": "digits", "scaling": "linear", "base_batch_size": 32, "evaluations": 5}
 NO_VERDICT = Verdict("One norm only: nothing to compare it with.")
@@ -83,7 +84,7 @@ def main(words: Sequence[str]) -> int:
 
 def flags() -> Any:
     made = parser("compare", "Compare norms at several batch sizes, with significance tests.", EXAMPLES)
-    made.add_argument("--config", action="config", help="YAML file with any of these settings")
+    add_config(made)
     asked = made.add_argument_group("the question")
     asked.add_argument("--norms", type=str, default="bn,mbn", help="norms to compare, comma-separated")
     asked.add_argument("--batch-sizes", type=str, default="1,2,4,8", help="comma-separated")

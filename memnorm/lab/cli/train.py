@@ -8,7 +8,7 @@ from typing import Any
 
 from memnorm.lab.arms import registered
 from memnorm.lab.cli.data import ensure
-from memnorm.lab.cli.flags import add_fields, add_places, filled, parse, parser
+from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, parse, parser
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
 from memnorm.lab.listen import relay
@@ -29,13 +29,14 @@ examples:
   torchrun --nproc-per-node 2 -m memnorm.lab train --data digits --model small --norm mbn --device cpu
 
 The run is kept in a folder under --runs. The same command again shows its result, or resumes an
-interrupted run.
+interrupted run. A config file is code if it names a model of your own, package.module:factory: the run imports
+and calls it. Such a file needs --trust-config.
 """
 
 
 def main(words: Sequence[str]) -> int:
     made = parser("train", "Train one network and keep the record.", EXAMPLES)
-    made.add_argument("--config", action="config", help="YAML file with any of these settings")
+    add_config(made)
     add_fields(made.add_argument_group("the run: what its numbers depend on"), RunSpec)
     add_fields(made.add_argument_group("how it is computed"), Execution)
     places = made.add_argument_group("where things are")
