@@ -13,8 +13,10 @@ import yaml
 from helpers.lab import result_of
 
 from memnorm.kernels import cpu
+from memnorm.lab.arms import parse_arm
 from memnorm.lab.cli import COMMANDS
 from memnorm.lab.cli import demo as demo_command
+from memnorm.lab.spec import RunSpec
 
 QUICK = ["--data", "digits", "--model", "small", "--batch-size", "4", "--iterations", "6", "--evaluations", "2"]
 QUICK += ["--test-images", "50", "--threads", "1"]
@@ -79,6 +81,26 @@ def test_train_prints_its_result_to_stdout_and_progress_to_stderr(call):
     assert "begins" not in out
 
 
+@pytest.mark.parametrize(
+    ("words", "scheme"),
+    [
+        (["--norm", "mbn"], "double"),
+        (["--norm", "mbn-2"], "double"),
+        (["--norm", "mbn-1"], "single"),
+        (["--norm", "mbn", "--scheme", "single"], "single"),
+        (["--norm", "bn"], "single"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_norm_means_the_same_run_in_train_and_compare(call, words, scheme):
+    name = result_of(call("train", *QUICK, *words, "--json"))["name"]
+    norm = words[1].partition("-")[0]
+    spec = RunSpec(data="digits", model="small", batch_size=4, iterations=6, evaluations=2, test_images=50)
+    assert name == spec.but(norm=norm, scheme=scheme).name
+    if "--scheme" not in words:
+        assert parse_arm(words[1]) == {"norm": norm, "scheme": scheme}
+
+
 def test_train_again_shows_the_same_result_without_training(call):
     first = result_of(call("train", *QUICK, "--json"))
     _, out, err = call("train", *QUICK, "--json")
@@ -114,7 +136,7 @@ def test_underscores_in_flags_are_as_good_as_dashes(call):
         (["--batch-size", "x"], "batch_size"),
         (["--batch-size", "0"], "batch_size must be at least 1; got 0"),
         (["--batchsize", "4"], "--batchsize"),
-        (["--norm", "foo"], "the norm 'foo' is not registered"),
+        (["--norm", "foo"], "there is no norm 'foo'"),
         (["--norm", "group", "--scheme", "double"], "Double-Forward needs a norm that records"),
         (["--norm", "mbn", "--norm-options", "{memory: 3}"], "memory"),
         (["--norm", "bn", "--strength", "[0.5]"], "strength belongs to the norm mbn"),

@@ -32,7 +32,7 @@ EXAMPLES = """\
 examples:
   memnorm demo
   memnorm compare --data path/to/images --model resnet18 --norms bn,mbn --batch-sizes 2,8 --seeds 3
-  memnorm train --data cifar10 --model resnet20 --norm mbn --scheme double --batch-size 8
+  memnorm train --data cifar10 --model resnet20 --norm mbn --batch-size 8
   memnorm reproduce small-batch --scale reduced --list
 """
 NEEDS = "the command memnorm needs the lab's packages ({error}): pip install 'memnorm[lab]'"

@@ -37,6 +37,7 @@ images. Runs side by side (--jobs) disturb each other's timings: use --jobs 0 to
 it names a model of your own, package.module:factory: the runs import and call it. Such a file needs --trust-config.
 """
 DEFAULTS = {"model": "small", "data": "digits", "scaling": "linear", "base_batch_size": 32, "evaluations": 5}
+NORMS = "norms to compare, comma-separated; mbn means mbn-2, with Double-Forward; mbn-1 is without"
 NO_VERDICT = Verdict("One norm only: nothing to compare it with.")
 ERROR_HEADER = ("norm", "batch", "rate", "test error %", "ms per step", "peak MiB", "")
 OWN = (
@@ -86,7 +87,7 @@ def flags() -> Any:
     made = parser("compare", "Compare norms at several batch sizes, with significance tests.", EXAMPLES)
     add_config(made)
     asked = made.add_argument_group("the question")
-    asked.add_argument("--norms", type=str, default="bn,mbn", help="norms to compare, comma-separated")
+    asked.add_argument("--norms", type=str, default="bn,mbn", help=NORMS)
     asked.add_argument("--batch-sizes", type=str, default="1,2,4,8", help="comma-separated")
     asked.add_argument("--seeds", type=int, default=3, help="how many; one seed supports no claim")
     asked.add_argument("--epochs", type=float, default=5.0, help="passes over the training images, for each run")
