@@ -1,7 +1,7 @@
 """Let trained MBN networks go on, in the lab and with everything written out, on the last batches of their run; write
 how far the two come apart to results/late_and_literal.json.
 
-    memnorm train --model resnet8 --norm mbn --scheme double --batch-size 8 --keep-weights
+    memnorm train --model resnet8 --norm mbn --batch-size 8 --keep-weights
     python benchmarks/late_and_literal.py runs path/to/data
 
 Takes every finished run of MBN below the first folder that kept its weights; says of which it cannot be done, and why.

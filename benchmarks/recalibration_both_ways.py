@@ -1,7 +1,7 @@
 """Recalibrate trained MBN networks with their memory taking part, as until 2026-11-17, and without it, as since; write
 the test errors to results/recalibration.json.
 
-    memnorm train --model resnet8 --norm mbn --scheme double --batch-size 8 --keep-weights
+    memnorm train --model resnet8 --norm mbn --batch-size 8 --keep-weights
     python benchmarks/recalibration_both_ways.py runs path/to/data
 
 Takes every finished run of MBN below the first folder that kept its weights.

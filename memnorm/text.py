@@ -15,6 +15,11 @@ def capital(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}"
 
 
+def visible(text: str) -> str:
+    """The text with control characters escaped: those of a file's content must not reach the terminal."""
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+
+
 def table(rows: Iterable[Sequence[str]]) -> str:
     """A table of left-aligned columns; the first row is the header."""
     rows = [tuple(row) for row in rows]

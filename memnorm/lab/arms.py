@@ -13,8 +13,10 @@ def registered() -> dict[str, bool]:
     return {name: memnorm.norms.get(name).records for name in memnorm.norms.available()}
 
 
-def parse_arm(word: str) -> dict[str, str]:
-    """Norm and scheme of `bn`, `mbn`, `mbn-1` or `mbn-2`. `mbn` alone means `mbn-2`, with Double-Forward."""
+def parse_arm(word: str, scheme: str | None = None) -> dict[str, str]:
+    """Norm and scheme of `bn`, `mbn`, `mbn-1` or `mbn-2`. `mbn` alone means `mbn-2`, with Double-Forward, as in the
+    paper, unless `scheme` says otherwise.
+    """
     norm, dash, number = word.strip().lower().rpartition("-")
     if not (dash and number in ("1", "2")):
         norm, number = word.strip().lower(), ""
@@ -23,8 +25,10 @@ def parse_arm(word: str) -> dict[str, str]:
         raise UsageError(
             f"there is no norm {word!r}; there are {', '.join(registered())} (mbn-1: without Double-Forward)"
         )
-    scheme = {"1": "single", "2": "double"}.get(number, "double" if norm in MEMORY_NORMS else "single")
-    arm = {"norm": norm, "scheme": scheme}
+    written = {"1": "single", "2": "double"}.get(number)
+    if scheme and written and scheme != written:
+        raise UsageError(f"{word} means the scheme {written}; got {scheme}")
+    arm = {"norm": norm, "scheme": scheme or written or ("double" if norm in MEMORY_NORMS else "single")}
     reason = unsupported(RunSpec.from_dict(arm), registered())
     if reason:
         raise UsageError(f"{word}: {reason}")

@@ -45,6 +45,8 @@ def readable(folder: Path, complain: Any) -> Iterator[dict[str, Any]]:
     """The states that can be loaded, newest first; `complain` gets a message about each of the others."""
     for path in _checkpoints(folder):
         try:
+            if not path.is_file():
+                raise ValueError("it is not a regular file")
             if _digest(path) != PATTERN.fullmatch(path.name)[2]:  # type: ignore[index]
                 raise ValueError("its bytes do not match the hash in its name")
             state = torch.load(path, map_location="cpu", weights_only=True)

@@ -21,6 +21,7 @@ from rich.progress import (
 
 from memnorm.lab.listen import GridListener, Outcome
 from memnorm.lab.spec import RunSpec
+from memnorm.text import visible
 
 QUIET_SECONDS = 30.0
 
@@ -36,6 +37,11 @@ def title(spec: RunSpec) -> str:
     changed = {**spec.norm_options, **{name: spec.identity[name] for name in SETTINGS if name in spec.identity}}
     own = "".join(f" {name}={value}" for name, value in changed.items())
     return f"{spec.arm}{own} {spec.model} {spec.data} batch {spec.batch} seed {spec.seed}"
+
+
+def _plain(text: str) -> str:
+    """The text without markup of rich and without control characters."""
+    return escape(visible(text))
 
 
 @contextlib.contextmanager
@@ -65,7 +71,7 @@ class ProgressBars(GridListener):
         self.all = progress.add_task("all runs", total=runs, error="", visible=runs > 1)
 
     def began(self, spec: RunSpec, iteration: int) -> None:
-        task = self.progress.add_task(escape(title(spec)), total=spec.iterations, completed=iteration, error="")
+        task = self.progress.add_task(_plain(title(spec)), total=spec.iterations, completed=iteration, error="")
         self.tasks[spec.digest] = task
 
     def stepped(self, spec: RunSpec, iteration: int) -> None:
@@ -75,7 +81,7 @@ class ProgressBars(GridListener):
         self.progress.update(self.tasks[spec.digest], error=f"test error {line['test_error']:.2f} %")
 
     def message(self, spec: RunSpec, text: str) -> None:
-        self.progress.console.print(escape(f"{title(spec)}: {text}"))
+        self.progress.console.print(_plain(f"{title(spec)}: {text}"))
 
     def ended(self, outcome: Outcome) -> None:
         task = self.tasks.pop(outcome.spec.digest, None)
@@ -83,7 +89,7 @@ class ProgressBars(GridListener):
             self.progress.remove_task(task)
         self.progress.advance(self.all)
         if self.runs > 1 or outcome.status != "finished":
-            self.progress.console.print(escape(ending(outcome)))
+            self.progress.console.print(_plain(ending(outcome)))
 
 
 class LogLines(GridListener):
@@ -97,7 +103,7 @@ class LogLines(GridListener):
     def began(self, spec: RunSpec, iteration: int) -> None:
         self.printed_at[spec.digest] = time.monotonic()
         start = f"resumes at iteration {iteration:,}" if iteration else "begins"
-        self.console.print(escape(f"{title(spec)} {start}, {spec.iterations:,} iterations"))
+        self.console.print(_plain(f"{title(spec)} {start}, {spec.iterations:,} iterations"))
 
     def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
         if time.monotonic() - self.printed_at[spec.digest] < QUIET_SECONDS or line["iteration"] == spec.iterations:
@@ -105,18 +111,18 @@ class LogLines(GridListener):
         self.printed_at[spec.digest] = time.monotonic()
         left = (spec.iterations - line["iteration"]) * line["step_ms"] / 1000
         self.console.print(
-            escape(
+            _plain(
                 f"{title(spec)} {line['iteration']:,}/{spec.iterations:,}: test error {line['test_error']:.2f} %, "
                 f"about {left / 60:.0f} min left"
             )
         )
 
     def message(self, spec: RunSpec, text: str) -> None:
-        self.console.print(escape(f"{title(spec)}: {text}"))
+        self.console.print(_plain(f"{title(spec)}: {text}"))
 
     def ended(self, outcome: Outcome) -> None:
         self.count += 1
-        self.console.print(escape(f"[{self.count}/{self.runs}] {ending(outcome)}"))
+        self.console.print(_plain(f"[{self.count}/{self.runs}] {ending(outcome)}"))
 
 
 def ending(outcome: Outcome) -> str:
@@ -139,7 +145,7 @@ def downloading(name: str) -> Iterator[Callable[[str, int, int | None], None]]:
             if file not in seen:
                 seen.add(file)
                 size = f", {total / 1e6:.0f} MB" if total else ""
-                console.print(escape(f"{name}: getting {file}{size}"))
+                console.print(_plain(f"{name}: getting {file}{size}"))
 
         yield line
         return
@@ -149,7 +155,7 @@ def downloading(name: str) -> Iterator[Callable[[str, int, int | None], None]]:
 
         def bar(file: str, done: int, total: int | None) -> None:
             if file not in tasks:
-                tasks[file] = progress.add_task(escape(file), total=total)
+                tasks[file] = progress.add_task(_plain(file), total=total)
             progress.update(tasks[file], completed=done, total=total)
 
         yield bar

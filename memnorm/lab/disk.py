@@ -36,8 +36,9 @@ def replacing(path: Path, name: Callable[[Path], str] | None = None) -> Iterator
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write UTF-8. The name of a file may hold bytes that are none; they are escaped."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def append_line(path: Path, line: str) -> None:

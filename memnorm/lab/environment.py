@@ -7,12 +7,12 @@ import functools
 import importlib.metadata
 import os
 import platform
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import memnorm
+from memnorm.lab.commit import RECORD, commit_of
 
 LIBRARIES = ("torch", "numpy", "matplotlib", "jsonargparse", "rich", "jinja2", "scikit-learn", "pillow")
 
@@ -68,21 +68,13 @@ def version(library: str) -> str | None:
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of the clone that contains this package, marked if files are changed; None for an installed package.
+    """The commit of the source tree that contains this package, or that its wheel was built from; None if unknown.
     Cached: later commits are not what this process runs.
     """
-    here = Path(__file__).resolve().parent
-
-    def git(*words: str) -> str:
-        answer = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10)
-        return answer.stdout.strip()
-
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        top = Path(git("rev-parse", "--show-toplevel"))
-        if (top / "memnorm/lab/environment.py").exists():
-            changed = git("-C", str(top), "status", "--porcelain", "--", "memnorm")
-            return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
-    return None
+    root = Path(__file__).resolve().parents[2]
+    with contextlib.suppress(FileNotFoundError):
+        return (root / RECORD).read_text().strip() or None
+    return commit_of(root)
 
 
 class PeakMemory:

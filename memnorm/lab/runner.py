@@ -87,7 +87,9 @@ class _Run:
         return Training(self.spec, self.data.classes, self.data.shape, self.device, self.execution.channels_last)
 
     def _resumed(self) -> Training | None:
-        """Resume from the newest checkpoint that rank 0 can read and all processes can load."""
+        """Resume from the newest checkpoint that rank 0 can read and all processes can load. A rejected one leaves no
+        trace.
+        """
         states = checkpoint.readable(self.folder.path, self.listener.message) if self.group.rank == 0 else iter(())
         while (state := self.group.broadcast(next(states, None))) is not None:
             training = self._fresh()
@@ -96,11 +98,14 @@ class _Run:
                 if state["run"] != self.spec.name:
                     raise ValueError(f"it belongs to the run {state['run']}")
                 training.load_state(state["training"])
-                self.iteration, self.seconds = int(state["iteration"]), float(state["seconds"])
-                self.lines = [dict(line) for line in state["lines"]]
+                iteration, seconds = int(state["iteration"]), float(state["seconds"])
+                if not 0 < iteration < self.spec.iterations:
+                    raise ValueError(f"it is of iteration {iteration}, and the run has {self.spec.iterations}")
+                lines = [dict(line) for line in state["lines"]]
             except Exception as error:  # an older checkpoint may work
                 problem = error
             if self.group.sum(problem is not None) == [0]:
+                self.iteration, self.seconds, self.lines = iteration, seconds, lines
                 return training
             self.listener.message(f"a checkpoint does not fit this run ({problem}); using the one before")
         return None

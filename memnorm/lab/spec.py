@@ -21,6 +21,8 @@ import yaml
 from memnorm.lab.errors import UsageError
 
 MEMORY_NORMS = ("mbn",)  # those with a strength λ
+LARGEST_FLOAT = 3.4e38  # of float32, nearly
+LARGEST_INT = 2**63 - 1  # torch's; a larger one may overflow in arithmetic with floats
 RESERVED_OPTIONS = {  # arguments that the run sets itself
     "model_options": ("name", "classes", "image_shape", "norm_layer"),
     "data_options": ("name", "root"),
@@ -150,7 +152,7 @@ class RunSpec:
     @classmethod
     def from_yaml(cls, text: str) -> RunSpec:
         try:
-            values = yaml.safe_load(text)
+            values = yaml.load(text, _Loader)
         except Exception as error:  # it raises more than YAMLError: on a date that is none, on deep nesting
             raise UsageError(f"not a YAML file: {error}") from error
         return cls.from_dict(values)
@@ -173,6 +175,15 @@ class Execution:
         for name in ("threads", "workers", "checkpoint_seconds"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must not be negative; got {getattr(self, name)}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Without aliases: a few of them stand for a mapping that fills the memory, and a specification needs none."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"a specification has no aliases; got *{self.peek_event().anchor}")
+        return super().compose_node(parent, index)
 
 
 def arm_name(norm: str, scheme: str) -> str:
@@ -199,6 +210,8 @@ def check_types(spec: Any) -> None:
         if not _is_a(value, wanted_types[one.name]):
             wanted = _words(wanted_types[one.name])
             raise UsageError(f"{one.name} must be {wanted}; got {value!r}")
+        if isinstance(value, int) and value > LARGEST_INT and wanted_types[one.name] is not float:
+            raise UsageError(f"{one.name} must be below 2**63; got {value}")
 
 
 def _is_a(value: Any, hint: Any) -> bool:
@@ -260,8 +273,10 @@ def _problems(spec: RunSpec) -> list[str]:
     found += [f"{name} must not be negative; got {getattr(spec, name)}" for name in natural if getattr(spec, name) < 0]
     if not 0 < spec.learning_rate < float("inf"):
         found.append(f"learning_rate must be positive and finite; got {spec.learning_rate}")
-    if spec.weight_decay == float("inf"):
-        found.append(f"weight_decay must be finite; got {spec.weight_decay}")
+    elif not found and spec.base_learning_rate > LARGEST_FLOAT:
+        found.append(f"learning_rate must be at most {LARGEST_FLOAT} after scaling; got {spec.base_learning_rate}")
+    if spec.weight_decay > LARGEST_FLOAT:
+        found.append(f"weight_decay must be at most {LARGEST_FLOAT}; got {spec.weight_decay}")
     if spec.momentum >= 1:
         found.append(f"momentum must be below 1; got {spec.momentum}")
     if not 0 < spec.fraction <= 1:

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,10 @@ import filelock
 
 from memnorm.lab.disk import append_line, explained, write_text
 from memnorm.lab.errors import LabError, RunHeld, UsageError
-from memnorm.lab.spec import RunSpec
+from memnorm.lab.spec import LARGEST_INT, RunSpec
 
 STATUSES = ("finished", "diverged")
-NOT_JSON = (ValueError, RecursionError)  # what json.loads raises; the second on deep nesting
+NOT_JSON = (ValueError, RecursionError)  # what _parse_json raises; the second on deep nesting
 
 
 @dataclass(frozen=True)
@@ -65,20 +66,22 @@ class Store:
     def runs(self) -> list[StoredRun]:
         """Every run that can be read, by name; others are listed in `problems`."""
         self.problems = []
-        found = []
-        for path in sorted(self.root.iterdir()) if self.root.is_dir() else []:
+        paths = sorted(self.root.iterdir()) if self.root.is_dir() else []
+        return [run for path in paths if (run := self._read(path))]
+
+    def _read(self, path: Path) -> StoredRun | None:
+        try:
             if (path / "spec.yaml").is_file():
-                try:
-                    found.append(read_run(path))
-                except (LabError, OSError, UnicodeDecodeError) as error:
-                    self.problems.append(f"{path.name}: {error}")
-            elif (path / "result.json").exists():
+                return read_run(path)
+            if (path / "result.json").exists():
                 self.problems.append(f"{path.name}: a result without spec.yaml")
-        return found
+        except (LabError, OSError, UnicodeDecodeError) as error:
+            self.problems.append(f"{path.name}: {error}")
+        return None
 
 
 def read_run(path: Path) -> StoredRun:
-    spec = RunSpec.from_yaml((path / "spec.yaml").read_text(encoding="utf-8"))
+    spec = RunSpec.from_yaml(_read_text(path / "spec.yaml"))
     if spec.name != path.name:
         raise LabError(f"spec.yaml describes {spec.name}: the file was changed, or the folder renamed")
     folder = RunFolder(path, spec)
@@ -94,6 +97,11 @@ class RunFolder:
     @contextlib.contextmanager
     def held(self, wait: bool = False) -> Iterator[None]:
         """Hold the lock of the run; if another process has it, wait for it or raise RunHeld."""
+        if self.path.is_symlink():
+            raise LabError(
+                f"{self.path} is a symbolic link. A run writes and deletes files in its folder, so it must be a real "
+                "one: remove the link, or link the whole folder of runs."
+            )
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(self.path / "lock")
@@ -127,7 +135,7 @@ class RunFolder:
 
     def _holder(self) -> str:
         try:
-            holder = json.loads((self.path / "holder.json").read_text())
+            holder = _parse_json(_read_text(self.path / "holder.json"))
             return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
         except (OSError, *NOT_JSON, KeyError, TypeError):
             return "another process"
@@ -142,7 +150,7 @@ class RunFolder:
 
     def sessions(self) -> list[dict[str, Any]]:
         try:
-            sessions = json.loads((self.path / "env.json").read_text(encoding="utf-8"))["sessions"]
+            sessions = _parse_json(_read_text(self.path / "env.json"))["sessions"]
         except (OSError, *NOT_JSON, KeyError, TypeError):
             return []
         return [one for one in sessions if isinstance(one, dict)] if isinstance(sessions, list) else []
@@ -150,13 +158,13 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines written so far, without a line that was cut short."""
         try:
-            text = (self.path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+            text = _read_text(self.path / "metrics.jsonl", errors="replace")
         except FileNotFoundError:
             return []
         lines = []
         for line in text.splitlines():
             with contextlib.suppress(*NOT_JSON):
-                value = json.loads(line)
+                value = _parse_json(line)
                 if isinstance(value, dict) and type(value.get("iteration")) is int:
                     lines.append(value)
         return lines
@@ -172,7 +180,7 @@ class RunFolder:
         """The result, or None if the run is not finished."""
         path = self.path / "result.json"
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
+            result = _parse_json(_read_text(path))
         except FileNotFoundError:
             return None
         except (OSError, *NOT_JSON) as error:
@@ -205,6 +213,25 @@ class SilentRunFolder(RunFolder):
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         return result
+
+
+def _read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a regular file: a pipe would wait for a writer, and a device may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(f"{path} is not a regular file")
+    return path.read_text(encoding="utf-8", errors=errors)
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(text, parse_int=_whole_number)
+
+
+def _whole_number(digits: str) -> int:
+    """An int that arithmetic with floats can use."""
+    value = int(digits)
+    if abs(value) > LARGEST_INT:
+        raise ValueError(f"a number of {len(digits)} digits is no measurement")
+    return value
 
 
 def _objection(result: Any, spec: RunSpec) -> str | None:

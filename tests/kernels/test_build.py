@@ -79,6 +79,23 @@ def test_without_a_compiler_a_wheel_is_built_and_computes_with_torch_operations(
     assert train(built) == "torch operations: not built|3"
 
 
+def test_a_wheel_holds_the_commit_it_was_built_from(source):
+    def git(*words):
+        return run("git", "-c", "user.name=x", "-c", "user.email=x", *words, cwd=source)
+
+    def recorded():
+        with zipfile.ZipFile(wheel(source, MEMNORM_KERNELS="off")) as archive:
+            return archive.read("memnorm/lab/COMMIT").decode()
+
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "x")
+    name = git("rev-parse", "HEAD")[:12]
+    assert recorded() == f"{name}\n"
+    shutil.rmtree(source / ".git")
+    assert recorded() == "\n"
+
+
 def test_a_source_distribution_holds_everything_the_kernels_are_built_from(source):
     code = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
     name = run(sys.executable, "-c", code, source.parent, cwd=source).split()[-1]

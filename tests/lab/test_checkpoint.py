@@ -102,10 +102,11 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder, damage):
     ]
 
 
-def test_a_checkpoint_that_is_a_folder_falls_back_to_the_one_before(folder):
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_checkpoint_that_is_no_file_falls_back_to_the_one_before(folder, make):
     path = path_of(folder, 20)
     path.unlink()
-    path.mkdir()
+    make(path)
     found, complaints = read(folder)
     assert (found, len(complaints)) == ([10], 1)
 

@@ -13,8 +13,10 @@ import yaml
 from helpers.lab import result_of
 
 from memnorm.kernels import cpu
+from memnorm.lab.arms import parse_arm
 from memnorm.lab.cli import COMMANDS
 from memnorm.lab.cli import demo as demo_command
+from memnorm.lab.spec import RunSpec
 
 QUICK = ["--data", "digits", "--model", "small", "--batch-size", "4", "--iterations", "6", "--evaluations", "2"]
 QUICK += ["--test-images", "50", "--threads", "1"]
@@ -49,7 +51,7 @@ PLACES = "data-root download json runs"
 COMPUTED = "channels-last checkpoint-seconds device keep-weights tensorboard threads workers"
 SHARED = """accumulate augment base-batch-size classes-per-batch config data data-options evaluations learning-rate
     milestones model model-options momentum precision print_config sampler scaling schedule strength test-images
-    train-images warmup weight-decay"""
+    train-images trust-config warmup weight-decay"""
 FLAGS = {
     "demo": "json out",
     "report": "json out runs",
@@ -77,6 +79,26 @@ def test_train_prints_its_result_to_stdout_and_progress_to_stderr(call):
     assert "the headline number" in out
     assert "begins, 6 iterations" in err
     assert "begins" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "scheme"),
+    [
+        (["--norm", "mbn"], "double"),
+        (["--norm", "mbn-2"], "double"),
+        (["--norm", "mbn-1"], "single"),
+        (["--norm", "mbn", "--scheme", "single"], "single"),
+        (["--norm", "bn"], "single"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_norm_means_the_same_run_in_train_and_compare(call, words, scheme):
+    name = result_of(call("train", *QUICK, *words, "--json"))["name"]
+    norm = words[1].partition("-")[0]
+    spec = RunSpec(data="digits", model="small", batch_size=4, iterations=6, evaluations=2, test_images=50)
+    assert name == spec.but(norm=norm, scheme=scheme).name
+    if "--scheme" not in words:
+        assert parse_arm(words[1]) == {"norm": norm, "scheme": scheme}
 
 
 def test_train_again_shows_the_same_result_without_training(call):
@@ -114,7 +136,7 @@ def test_underscores_in_flags_are_as_good_as_dashes(call):
         (["--batch-size", "x"], "batch_size"),
         (["--batch-size", "0"], "batch_size must be at least 1; got 0"),
         (["--batchsize", "4"], "--batchsize"),
-        (["--norm", "foo"], "the norm 'foo' is not registered"),
+        (["--norm", "foo"], "there is no norm 'foo'"),
         (["--norm", "group", "--scheme", "double"], "Double-Forward needs a norm that records"),
         (["--norm", "mbn", "--norm-options", "{memory: 3}"], "memory"),
         (["--norm", "bn", "--strength", "[0.5]"], "strength belongs to the norm mbn"),
@@ -149,6 +171,22 @@ def test_a_diverged_run_is_recorded_and_exits_with_1(call):
     assert "diverged" in out
 
 
+@pytest.mark.parametrize("flag", ["--learning-rate", "--weight-decay"])
+def test_the_largest_rates_diverge_without_a_traceback(call, flag):
+    code, out, _ = call("train", *QUICK, flag, "3.4e38")
+    assert code == 1
+    assert "diverged" in out
+
+
+def test_control_characters_in_a_record_do_not_reach_the_terminal(call, tmp_path):
+    call("train", *QUICK)
+    (path,) = tmp_path.glob("runs/*/result.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "name": "\x1b[2J\x9b2J"}))
+    code, _, err = call("train", *QUICK)
+    assert code == 1
+    assert r"belongs to \x1b[2J\x9b2J;" in err
+
+
 def test_tensorboard_writes_event_files(call, tmp_path):
     pytest.importorskip("tensorboard")
     assert call("train", *QUICK, "--tensorboard")[0] == 0
@@ -170,6 +208,36 @@ def test_a_user_s_own_model_trains(call, tmp_path):
     )
     result = result_of(call("train", *QUICK, "--model", "mine:net", "--norm", "mbn", "--json"))
     assert result["parameters"] == 4 * 9 + 4 + 8 + 144 * 10 + 10
+
+
+MINE = """
+import pathlib
+from torch import nn
+pathlib.Path("imported").touch()
+def net(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize("trust", [{}, {"trust_config": True}], ids=["plain", "the file trusts itself"])
+def test_a_model_that_a_file_names_is_not_imported_without_trust(call, tmp_path, command, trust):
+    (tmp_path / "mine_in_a_file.py").write_text(MINE)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": "mine_in_a_file:net", "data": "digits", **trust}))
+    for words in ([], ["--model", "small"]):  # the file comes later and wins
+        code, out, err = call(command, *words, "--config", "run.yaml")
+        assert (code, out) == (2, "")
+        assert "mine_in_a_file:net" in err
+        assert "--trust-config" in err
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("words", [["--trust-config"], ["--model", "mine_trusted:net"], ["--model=mine_trusted:net"]])
+def test_a_model_that_a_file_names_is_used_where_the_command_line_trusts_it(call, tmp_path, words):
+    (tmp_path / "mine_trusted.py").write_text(MINE)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"model": "mine_trusted:net"}))
+    rest = [word for word in QUICK if word not in ("--model", "small")]
+    assert result_of(call("train", "--config", "run.yaml", *rest, *words, "--json"))["parameters"] == 650
 
 
 def test_report_of_an_empty_store_says_which_command_makes_runs(call):

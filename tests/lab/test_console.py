@@ -47,3 +47,9 @@ def test_a_log_has_a_line_when_a_run_begins_and_when_it_ends():
         f"[2/2] {name} diverged at iteration 7",
         f"[3/2] {name} FAILED: [out] of luck",
     ]
+
+
+def test_control_characters_in_a_message_do_not_reach_the_terminal():
+    console = Console(file=io.StringIO(), width=200)
+    LogLines(console, 1).message(tiny(learning_rate=0.1), "is being worked on by \x1b[2Jsomeone")
+    assert r"worked on by \x1b[2Jsomeone" in console.file.getvalue()

@@ -112,6 +112,15 @@ def test_files_are_sorted_hidden_ones_and_other_kinds_left_out_and_links_followe
     assert mine.classes == 2
 
 
+def test_a_loop_of_links_is_skipped_with_a_warning(root):
+    before = data.load(str(root)).train.paths
+    for loop in (root / "train" / "loop", root / "train" / "bird" / "loop.png"):
+        loop.symlink_to(loop)
+    with pytest.warns(UserWarning, match=r"skipped '.*/train/.*loop.*': Too many levels of symbolic links") as seen:
+        assert data.load(str(root)).train.paths == before
+    assert len(seen) == 2
+
+
 def test_classes_and_images_come_in_the_order_of_their_names(tmp_path):
     names = ("m", "c", "x", "a", "q", "z", "b", "k", "e", "t")
     train = data.load(str(image_folder(tmp_path, names, train=2, val=1))).train

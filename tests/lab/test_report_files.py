@@ -305,6 +305,21 @@ def test_a_comparison_is_the_same_in_all_formats(tmp_path):
         assert plain(line) in markdown_text
 
 
+def test_numbers_and_names_that_no_file_can_hold_do_not_stop_the_report(tmp_path):
+    runs, strange = tmp_path / "runs", os.fsdecode(b"pictures-\xff")
+    fabricate(runs, CELL.spec)
+    fabricate(runs, RunSpec(model="small", data=strange, iterations=40, evaluations=4))
+    large = fabricate(runs, CELL.spec.but(seed=1))
+    result = (large / "result.json").read_text()
+    (large / "result.json").write_text(result.replace('"iteration": ', f'"iteration": {10**309}', 1))
+    (runs / strange).mkdir()
+    (runs / strange / "spec.yaml").write_text("model: [")
+    found = report.collect([runs])
+    assert [problem.partition(":")[0] for problem in found.problems] == sorted([large.name, strange])
+    (written, *_) = report.write(found, tmp_path / "out")
+    assert "pictures-\\udcff" in written.read_text(encoding="utf-8")
+
+
 def test_texts_that_a_spreadsheet_would_compute_are_defused(made):
     row = next(row for row in rows_of(made, "runs.csv") if row["model"] == HOSTILE)
     assert row["data"] == f"'{FORMULA}"

@@ -96,7 +96,11 @@ BAD = [
     ({"momentum": -0.1}, "momentum must not be negative; got -0.1"),
     ({"momentum": 1}, "momentum must be below 1; got 1.0"),
     ({"weight_decay": -1e-4}, "weight_decay must not be negative; got -0.0001"),
-    ({"weight_decay": float("inf")}, "weight_decay must be finite; got inf"),
+    ({"weight_decay": float("inf")}, "weight_decay must be at most 3.4e+38; got inf"),
+    ({"weight_decay": 1e308}, "weight_decay must be at most 3.4e+38; got 1e+308"),
+    ({"learning_rate": 1e300}, "learning_rate must be at most 3.4e+38 after scaling; got 1e+300"),
+    ({"learning_rate": 1e38, "scaling": "linear", "base_batch_size": 1}, "after scaling; got 1.28e+40"),
+    ({"batch_size": -1, "scaling": "sqrt"}, "batch_size must be at least 1; got -1"),
     ({"precision": "float16"}, "precision must be one of float32, float64, bfloat16; got 'float16'"),
     ({"evaluations": 0}, "evaluations must be at least 1; got 0"),
     ({"recalibrate": -1}, "recalibrate must not be negative; got -1"),
@@ -105,6 +109,8 @@ BAD = [
     ({"processes": 3, "batch_size": 2}, "3 processes cannot share a batch of 2"),
     ({"seed": -1}, "seed must not be negative; got -1"),
     ({"seed": 0.5}, "seed must be a whole number; got 0.5"),
+    ({"seed": 10**309}, "seed must be below 2**63; got 1000"),
+    ({"train_images": 2**63}, "train_images must be below 2**63; got 9223"),
 ]
 
 
@@ -281,6 +287,10 @@ NOT_YAML = {
     "endless number": "seed: " + "9" * 5000,
     "truth that is none": "augment: !!bool x",
     "time that is none": "model: !!timestamp x",
+    "alias": "model_options: {a: &a [1], b: *a}",
+    "alias of itself": "model_options: &a {x: *a}",
+    "aliases that fill the memory": "model_options:\n  a0: &a0 [x, x]\n"
+    + "".join(f"  a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
 }
 
 
@@ -295,7 +305,6 @@ NOT_PLAIN = {
     "set": "model_options: {a: !!set {x, y}}",
     "bytes": "model_options: {a: !!binary aGVsbG8=}",
     "keys of several kinds": "model_options: {a: {1: 2, b: 3}}",
-    "itself": "model_options: &a {x: *a}",
     "infinity": "model_options: {a: .inf}",
     "no number": "model_options: {a: .nan}",
 }

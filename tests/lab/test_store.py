@@ -152,6 +152,8 @@ def test_one_damaged_run_does_not_hide_the_others(store, folder):
         '{"iteration": "2"}',
         '{"iteration": true}',
         "[" * 10**5,
+        f'{{"iteration": {10**309}}}',
+        f'{{"iteration": 2, "test_error": {10**309}}}',
     ],
 )
 def test_a_line_that_is_no_measurement_is_left_out(folder, torn):
@@ -229,7 +231,7 @@ def test_no_rubbish_in_the_store_raises(store, seed):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kind", ["folder", "loop", "nothing"])
+@pytest.mark.parametrize("kind", ["folder", "loop", "nothing", "pipe", "endless device"])
 def test_no_strange_file_in_the_store_raises(store, folder, name, kind):
     path = folder.path / name
     path.unlink(missing_ok=True)
@@ -237,9 +239,20 @@ def test_no_strange_file_in_the_store_raises(store, folder, name, kind):
         path.mkdir()
     elif kind == "loop":
         path.symlink_to(path)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless device":
+        path.symlink_to("/dev/zero")
     other = store.run(SPEC.but(seed=1))
     other.begin({})
     assert other.path in [run.path for run in store.runs()]
+
+
+def test_measurements_that_are_no_file_are_a_problem(store, folder):
+    (folder.path / "metrics.jsonl").unlink()
+    os.mkfifo(folder.path / "metrics.jsonl")
+    assert store.runs() == []
+    assert store.problems == [f"{SPEC.name}: {folder.path / 'metrics.jsonl'} is not a regular file"]
 
 
 HOLD = """
@@ -301,6 +314,17 @@ def test_waiting_ends_when_the_holder_ends(store, holder):
             holds(store.run(SPEC))
     finally:
         end(second)
+
+
+def test_a_run_does_not_work_in_a_linked_folder(store, tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "checkpoint-best.pt").write_text("somebody's")
+    store.root.mkdir()
+    store.run(SPEC).path.symlink_to(kept)
+    with pytest.raises(LabError, match="is a symbolic link"):
+        holds(store.run(SPEC))
+    assert [path.name for path in kept.iterdir()] == ["checkpoint-best.pt"]
 
 
 def test_a_run_is_free_after_an_exception(store):

@@ -93,6 +93,19 @@ def test_a_checkpoint_of_something_else_falls_back_to_the_one_before(store, stat
     assert message.endswith("; using the one before")
 
 
+@pytest.mark.parametrize("damage", [{"lines": [5]}, {"iteration": 0}, {"iteration": LONG.iterations}], ids=str)
+def test_rejected_checkpoints_leave_no_trace_in_a_fresh_start(store, damage):
+    crash(LONG, store, at=15)
+    folder = store.run(LONG).path
+    states = list(checkpoint.readable(folder, print))
+    for path in checkpoints(store, LONG):
+        path.unlink()
+    for state in reversed(states):
+        checkpoint.save(folder, state["iteration"], {**state, **damage})
+    ear = assert_ends_as_undisturbed(LONG, store, began=0)
+    assert len(ear.all("message")) == 2
+
+
 def test_a_checkpoint_of_another_run_is_not_gone_on_from(store):
     other = LONG.but(seed=1)
     crash(LONG, store, at=15)

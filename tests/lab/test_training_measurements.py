@@ -273,6 +273,14 @@ def test_the_commit_is_that_of_the_clone_the_package_stands_in(tmp_path, monkeyp
     assert commit() == name
     module.write_text("changed")
     assert commit() == f"{name}+changes"
+    installed = tmp_path / "venv/site-packages/memnorm/lab/environment.py"
+    installed.parent.mkdir(parents=True)
+    monkeypatch.setattr(environment, "__file__", str(installed))
+    assert commit() is None  # an installed copy inside the clone is not the clone
+    for text, recorded in (("0123456789ab\n", "0123456789ab"), ("\n", None)):
+        installed.with_name("COMMIT").write_text(text)
+        assert commit() == recorded
+    monkeypatch.setattr(environment, "__file__", str(module))
     monkeypatch.setenv("PATH", "")
     assert commit() is None
 

@@ -16,6 +16,7 @@ import memnorm
 from memnorm.errors import MemnormError, OptionError
 from memnorm.lab.errors import FAILED, INTERRUPTED, OK, USAGE, LabError
 from memnorm.lab.signals import terminations_interrupt
+from memnorm.text import visible
 
 COMMANDS = {
     "demo": "see it work in two minutes: equations, cost on this machine, a live comparison",
@@ -31,7 +32,7 @@ EXAMPLES = """\
 examples:
   memnorm demo
   memnorm compare --data path/to/images --model resnet18 --norms bn,mbn --batch-sizes 2,8 --seeds 3
-  memnorm train --data cifar10 --model resnet20 --norm mbn --scheme double --batch-size 8
+  memnorm train --data cifar10 --model resnet20 --norm mbn --batch-size 8
   memnorm reproduce small-batch --scale reduced --list
 """
 NEEDS = "the command memnorm needs the lab's packages ({error}): pip install 'memnorm[lab]'"
@@ -41,6 +42,8 @@ def program() -> NoReturn:
     """The entry point. A process of torchrun exits without Python's shutdown: torch's thread for collectives may still
     run, and would abort it.
     """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files may be no UTF-8
     code = main()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         sys.stdout.flush()
@@ -97,5 +100,5 @@ def guarded(name: str, words: list[str]) -> int:
 
 
 def complain(text: str, code: int) -> int:
-    print(f"memnorm: {text}", file=sys.stderr)
+    print(f"memnorm: {visible(text)}", file=sys.stderr)
     return code

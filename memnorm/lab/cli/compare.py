@@ -11,7 +11,7 @@ from typing import Any
 from memnorm.lab import report
 from memnorm.lab.arms import parse_arm
 from memnorm.lab.cli.data import ensure
-from memnorm.lab.cli.flags import add_fields, add_places, filled, names, numbers, parse, parser
+from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, names, numbers, parse, parser
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
@@ -22,7 +22,7 @@ from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
 from memnorm.lab.training import load_data
 from memnorm.lab.verdict import TEST_HEADER, Verdict
-from memnorm.text import table
+from memnorm.text import table, visible
 
 EXAMPLES = """
 examples:
@@ -33,9 +33,11 @@ examples:
 
 Every norm sees the same number of images, in the same order, from the same initial weights. The learning rate is meant
 for --base-batch-size and is scaled with the batch; --tune chooses one per norm and batch size on held-out training
-images. Runs side by side (--jobs) disturb each other's timings: use --jobs 0 to measure them.
+images. Runs side by side (--jobs) disturb each other's timings: use --jobs 0 to measure them. A config file is code if
+it names a model of your own, package.module:factory: the runs import and call it. Such a file needs --trust-config.
 """
 DEFAULTS = {"model": "small", "data": "digits", "scaling": "linear", "base_batch_size": 32, "evaluations": 5}
+NORMS = "norms to compare, comma-separated; mbn means mbn-2, with Double-Forward; mbn-1 is without"
 NO_VERDICT = Verdict("One norm only: nothing to compare it with.")
 ERROR_HEADER = ("norm", "batch", "rate", "test error %", "ms per step", "peak MiB", "")
 OWN = (
@@ -83,9 +85,9 @@ def main(words: Sequence[str]) -> int:
 
 def flags() -> Any:
     made = parser("compare", "Compare norms at several batch sizes, with significance tests.", EXAMPLES)
-    made.add_argument("--config", action="config", help="YAML file with any of these settings")
+    add_config(made)
     asked = made.add_argument_group("the question")
-    asked.add_argument("--norms", type=str, default="bn,mbn", help="norms to compare, comma-separated")
+    asked.add_argument("--norms", type=str, default="bn,mbn", help=NORMS)
     asked.add_argument("--batch-sizes", type=str, default="1,2,4,8", help="comma-separated")
     asked.add_argument("--seeds", type=int, default=3, help="how many; one seed supports no claim")
     asked.add_argument("--epochs", type=float, default=5.0, help="passes over the training images, for each run")
@@ -170,7 +172,8 @@ def as_dict(found: Comparison, rates: Collection[tuple[str, int]] = ()) -> dict[
 def as_text(found: Comparison) -> str:
     """The comparison for the terminal: errors, verdict, significance tests."""
     judged = found.verdict or NO_VERDICT
-    failed = ["failed:\n" + "\n".join(f"{run}: {message}" for run, message in found.failures)] if found.failures else []
+    reasons = [f"{run}: {visible(message)}" for run, message in found.failures]
+    failed = ["\n".join(["failed:", *reasons])] if reasons else []
     tests = [table([TEST_HEADER, *(one.cells for one in judged.shown)])] if judged.shown else []
     return "\n\n".join(
         [table([ERROR_HEADER, *error_rows(found)]), *failed, *tests, "\n".join((judged.headline, *judged.details))]

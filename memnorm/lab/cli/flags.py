@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import hints
 from memnorm.lab.store import check_root
 
+TRUST = "--trust-config"
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 
@@ -61,6 +63,13 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def add_config(made: jsonargparse.ArgumentParser) -> None:
+    """Add the flags for settings from a file."""
+    made.add_argument("--config", action="config", help="YAML file with any of these settings; later flags override it")
+    trust = "import a model package.module:factory that the file names: this runs its code"
+    made.add_argument(TRUST, action="store_true", help=trust)
+
+
 def add_places(target: Any) -> None:
     """Add flags for the folders of runs and data."""
     target.add_argument("--runs", type=Path, default=Path("runs"), help="folder that the runs are kept in")
@@ -71,11 +80,23 @@ def add_places(target: Any) -> None:
 
 def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:
     """Parse; flags may be written with underscores or dashes."""
-    arguments = made.parse_args([_dashed(word) for word in words])
+    words = [_dashed(word) for word in words]
+    arguments = made.parse_args(words)
+    _check_trust(arguments, words)
     runs = getattr(arguments, "runs", [])
     for root in runs if isinstance(runs, list) else [runs]:
         check_root(root)
     return arguments
+
+
+def _check_trust(arguments: Any, words: Sequence[str]) -> None:
+    """Refuse a model of the user's own unless its name, or the trust in its file, stands on the command line."""
+    model = getattr(arguments, "model", "")
+    typed = [after for word, after in itertools.pairwise(words) if word == "--model"]
+    if ":" in model and not {TRUST, f"--model={model}"} & set(words) and model not in typed:
+        raise UsageError(
+            f"the config file names the model {model}, and importing it runs its code; add {TRUST} if you trust it"
+        )
 
 
 def _dashed(word: str) -> str:

@@ -137,11 +137,10 @@ def status(one: Entry, store: Store, values: bool) -> str:
 def _state(store: Store, spec: RunSpec, item: Item, values: bool) -> str:
     folder = store.run(spec)
     try:
-        result = folder.result()
-    except LabError:
+        result, lines = folder.result(), folder.metrics()
+    except (LabError, OSError):
         return "damaged record"
     if result is None:
-        lines = folder.metrics()
         return f"under way, {lines[-1]['iteration'] / spec.iterations:.0%}" if lines else "to do"
     if result["status"] == "diverged":
         return f"diverged at iteration {result['diverged_at']:,}"

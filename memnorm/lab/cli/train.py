@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from memnorm.lab.arms import registered
+from memnorm.lab.arms import parse_arm, registered
 from memnorm.lab.cli.data import ensure
-from memnorm.lab.cli.flags import add_fields, add_places, filled, parse, parser
+from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, parse, parser
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
 from memnorm.lab.listen import relay
@@ -20,8 +20,8 @@ from memnorm.lab.tables import unsupported
 
 EXAMPLES = """
 examples:
-  memnorm train --data digits --model small --norm mbn --scheme double --batch-size 4 --iterations 600
-  memnorm train --data cifar10 --model resnet20 --norm mbn --scheme double --batch-size 8 --iterations 20000
+  memnorm train --data digits --model small --norm mbn --batch-size 4 --iterations 600
+  memnorm train --data cifar10 --model resnet20 --norm mbn --batch-size 8 --iterations 20000
   memnorm train --data cifar10 --model resnet8 --norm two_way --batch-size 2 --accumulate 16 --iterations 1500
   memnorm train --data path/to/images --model my_package.models:net --norm mbn --batch-size 2 --learning-rate 0.01
   memnorm train --config run.yaml --seed 1            flags after --config override the file
@@ -29,19 +29,27 @@ examples:
   torchrun --nproc-per-node 2 -m memnorm.lab train --data digits --model small --norm mbn --device cpu
 
 The run is kept in a folder under --runs. The same command again shows its result, or resumes an
-interrupted run.
+interrupted run. A config file is code if it names a model of your own, package.module:factory: the run imports
+and calls it. Such a file needs --trust-config.
 """
+NORM = "a name of memnorm.norms; bn is the model as it is. mbn means mbn-2, with Double-Forward; mbn-1 is without"
+SCHEME = "double adds Double-Forward; without this flag the norm decides"
 
 
 def main(words: Sequence[str]) -> int:
     made = parser("train", "Train one network and keep the record.", EXAMPLES)
-    made.add_argument("--config", action="config", help="YAML file with any of these settings")
-    add_fields(made.add_argument_group("the run: what its numbers depend on"), RunSpec)
+    add_config(made)
+    run_flags = made.add_argument_group("the run: what its numbers depend on")
+    add_fields(run_flags, RunSpec, skip=("norm", "scheme"))
+    run_flags.add_argument("--norm", type=str, default="bn", help=NORM)
+    run_flags.add_argument("--scheme", type=Literal["single", "double"] | None, default=None, help=SCHEME)
     add_fields(made.add_argument_group("how it is computed"), Execution)
     places = made.add_argument_group("where things are")
     add_places(places)
     places.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parse(made, words)
+    arm = parse_arm(arguments.norm, arguments.scheme)
+    arguments.norm, arguments.scheme = arm["norm"], arm["scheme"]
     spec, execution = filled(RunSpec, arguments), filled(Execution, arguments)
     if spec.processes == 1:
         spec = spec.but(processes=launched())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,7 +181,7 @@ def problems(path: Path, progress: Callable[[str, int, int | None], None] | None
 
 def _scan(path: Path) -> tuple[list[str], list[list[str]]]:
     """Names of the classes and the images of each, sorted. Hidden files and other files are ignored."""
-    names = sorted(entry.name for entry in _entries(path) if entry.is_dir())
+    names = sorted(entry.name for entry in _entries(path, os.DirEntry.is_dir))
     if not names:
         raise DataCorrupt(f"{path} has no class folders: put the images of each class into a folder of their own.")
     files = [_images(path / name) for name in names]
@@ -198,15 +199,24 @@ def _scan(path: Path) -> tuple[list[str], list[list[str]]]:
 def _images(path: Path) -> list[str]:
     return sorted(
         entry.path
-        for entry in _entries(path)
-        if os.path.splitext(entry.name)[1].lower() in pictures.SUFFIXES and entry.is_file()
+        for entry in _entries(path, os.DirEntry.is_file)
+        if os.path.splitext(entry.name)[1].lower() in pictures.SUFFIXES
     )
 
 
-def _entries(path: Path) -> list[os.DirEntry[str]]:
-    """The entries of a folder that are not hidden."""
+def _entries(path: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[os.DirEntry[str]]:
+    """The wanted entries of a folder that are not hidden."""
     try:
         with os.scandir(path) as found:
-            return [entry for entry in found if not entry.name.startswith(".")]
+            return [entry for entry in found if not entry.name.startswith(".") and _holds(is_wanted, entry)]
     except OSError as error:
         raise LabError(f"cannot look into {path}: {error}") from error
+
+
+def _holds(is_wanted: Callable[[os.DirEntry[str]], bool], entry: os.DirEntry[str]) -> bool:
+    """Return False, with a warning, for an entry that the system cannot follow, such as a loop of symbolic links."""
+    try:
+        return is_wanted(entry)
+    except OSError as error:
+        warnings.warn(f"skipped {entry.path!r}: {error.strerror}", stacklevel=2)
+        return False
