@@ -27,11 +27,16 @@ class Arm:
     spec: RunSpec
     seeds: int
     rates: tuple[float, ...] = ()  # learning rates to choose from; empty: the one of `spec`
+    tried_at: tuple[int, int] | None = None  # micro-batch and micro-batches per update of the trials; None: of `spec`
     printed: float | None = None  # test error in the paper, for the same model and protocol
 
     def trials(self) -> list[RunSpec]:
         """The short runs on held-out training images that choose the learning rate."""
         short = self.spec.but(iterations=self.spec.iterations // 4, evaluations=1, recalibrate=0, holdout=HELD_OUT)
+        if self.tried_at is not None:
+            size, accumulate = self.tried_at
+            iterations = self.spec.iterations * self.spec.images_per_step // (4 * size * accumulate)
+            short = short.but(batch_size=size, accumulate=accumulate, iterations=iterations)
         return [short.but(learning_rate=rate, seed=TRIAL_SEED) for rate in self.rates]
 
     def rate(self, records: Records) -> float | None:
@@ -140,6 +145,72 @@ def defaults() -> list[Arm]:
             spec = base.but(norm="two_way", norm_options={"decay": decay, "center": center})
             arms.append(Arm(f"decay {decay}, {center or 'not centred'}", spec, seeds=2))
     return [replace(one, spec=setting(name, one.spec)) for name in SETTINGS for one in arms]
+
+
+def rivals(base: RunSpec, chosen: dict[str, Any], seeds: int) -> list[Arm]:
+    """The norms of the studies of two-way memory. An arm of MABN states its window: older records have another one."""
+    return [
+        Arm("BN", base.but(norm="bn"), seeds),
+        Arm("two-way", base.but(norm="two_way", norm_options=chosen), seeds),
+        Arm("GROUP", base.but(norm="group", norm_options={"num_groups": 8}, recalibrate=0), seeds),
+        Arm("MABN", base.but(norm="mabn", norm_options={"window": 32}), seeds),
+    ]
+
+
+def micro_batches(chosen: dict[str, Any]) -> list[Arm]:
+    """Micro-batches of 1 to 32 images at 32 images per update. Learning rates are chosen at micro-batches of 2."""
+    base = RunSpec(model="resnet8", iterations=5_000, evaluations=5, recalibrate=10_000, batch_size=32)
+    arms = [
+        *rivals(base, chosen, seeds=3),
+        Arm("BN, centred gradients", base.but(norm="bn", model="study.networks:resnet8_centred"), seeds=3),
+        Arm("MBN-2", base.but(norm="mbn", scheme="double"), seeds=3),
+    ]
+    sizes = (2, 4, 1, 8, 16, 32)
+    return [
+        replace(one, spec=one.spec.but(batch_size=size, accumulate=32 // size), rates=RATES, tried_at=(2, 16))
+        for size in sizes
+        for one in arms
+    ]
+
+
+def micro_batches_resnet20(chosen: dict[str, Any]) -> list[Arm]:
+    """Micro-batches of 2 at 32 images per update, and BN at 32."""
+    base = RunSpec(model="resnet20", iterations=5_000, evaluations=5, recalibrate=10_000, batch_size=2, accumulate=16)
+    arms = [one for one in rivals(base, chosen, seeds=5) if one.label != "GROUP"]
+    arms.append(Arm("BN at 32", base.but(batch_size=32, accumulate=1), seeds=5))
+    return [replace(one, rates=RATES) for one in arms]
+
+
+def resnet56(chosen: dict[str, Any]) -> list[Arm]:
+    """BN and two-way memory in a deep network, at learning rate 0.1."""
+    base = RunSpec(model="resnet56", iterations=5_000, evaluations=5, recalibrate=10_000, batch_size=2, accumulate=16)
+    return [replace(one, seeds=2) for one in rivals(base, chosen, seeds=2)[:2]]
+
+
+def update_per_batch(chosen: dict[str, Any]) -> list[Arm]:
+    """Batches of 1 to 8 images, an update each, as many images as in `micro_batches`."""
+    base = RunSpec(
+        model="resnet8", evaluations=5, recalibrate=10_000, scaling="linear", base_batch_size=32, batch_size=8
+    )
+    arms = [*rivals(base, chosen, seeds=3), Arm("BRN", base.but(norm="brn"), seeds=3)]
+    return [
+        replace(one, spec=one.spec.but(batch_size=size, iterations=160_000 // size), rates=RATES, tried_at=(2, 1))
+        for size in (2, 4, 8, 1)
+        for one in arms
+    ]
+
+
+def few_classes(chosen: dict[str, Any]) -> list[Arm]:
+    """Batches of 8 images from one or two classes."""
+    base = RunSpec(
+        model="resnet8", iterations=20_000, evaluations=5, recalibrate=10_000, batch_size=8, sampler="few-classes"
+    )
+    arms = [*rivals(base, chosen, seeds=3)[:2], Arm("MBN-2", base.but(norm="mbn", scheme="double"), seeds=3)]
+    return [
+        replace(one, label=f"{one.label}, {count} classes", spec=one.spec.but(classes_per_batch=count), rates=RATES)
+        for count in (1, 2)
+        for one in arms
+    ]
 
 
 SHORT = RunSpec(model="resnet20", batch_size=8, iterations=20_000, evaluations=10, recalibrate=10_000)
