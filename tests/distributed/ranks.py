@@ -64,6 +64,11 @@ def exchanged_double() -> list[Any]:
     return trajectory(model, optimizer, even_part)
 
 
+def plain_two_way() -> list[Any]:
+    model = wrapped(two_way_net())
+    return trajectory(model, sgd(model), even_part)
+
+
 def joint_two_way() -> list[Any]:
     model = wrapped(two_way_net(sync=True))
     return trajectory(model, sgd(model), own_part)
@@ -248,7 +253,8 @@ def spoilt() -> dict[str, Tensor]:
 
 
 PROGRAMS = (
-    *(plain, joint_single, joint_double, exchanged_single, exchanged_double, joint_two_way, exchanged_two_way),
+    *(plain, joint_single, joint_double, exchanged_single, exchanged_double),
+    *(plain_two_way, joint_two_way, exchanged_two_way),
     *(collectives, accumulated_joint, accumulated_exchange, second_derivative, checkpointed, group_of_two, scant),
     *(without_statistics, handed_out, spoilt, exchanged_in_groups, narrow, others),
 )

@@ -14,7 +14,7 @@ from memnorm.functional import Moments
 from memnorm.layers import MemorizedBatchNorm
 
 PROGRAM = Path(__file__).with_name("ranks.py")
-TRAININGS = ("plain", "joint_single", "joint_double", "exchanged_single", "exchanged_double")
+TRAININGS = ("plain", "plain_two_way", "joint_single", "joint_double", "exchanged_single", "exchanged_double")
 LAYERS = 2  # memorized ones of the net
 
 
@@ -58,6 +58,17 @@ def test_under_plain_ddp_every_rank_remembers_its_own_batches(found):
         assert (seen["plain"][-1]["state"]["1.memory_count"] == 4 * 6 * 6).all()
     ends = [seen["plain"][-1]["state"]["1.memory_mean"] for seen in found]
     assert (ends[0] - ends[1]).abs().min() > 1e-3  # no entry of one is an entry of the other
+
+
+def test_under_plain_ddp_both_memories_of_two_way_layers_are_local_and_fade_with_every_step(found):
+    weights = [step["state"]["1.backward_weight"] for step in found[0]["plain_two_way"]]
+    expected = torch.tensor(0.0, dtype=torch.float64)
+    for weight in weights:
+        expected = two_way_net()[1].decay * (expected + 4 * 6 * 6)
+        same(weight, expected, atol=1e-10)
+    first, second = (seen["plain_two_way"][-1]["state"] for seen in found[:2])
+    for name in ("running_mean", "backward_mean", "backward_product"):
+        assert (first[f"1.{name}"] - second[f"1.{name}"]).abs().max() > 1e-6, name
 
 
 @pytest.mark.parametrize("scheme", ["single", "double"])
