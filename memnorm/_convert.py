@@ -190,7 +190,7 @@ def _is_similar(layer: nn.Module) -> bool:
 
 
 def _from_factory(factory: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    def build(layer: Any, **options: Any) -> nn.Module:
+    def build(layer: Any, /, **options: Any) -> nn.Module:
         new = factory(layer.num_features, **options)
         if not isinstance(new, nn.Module):
             return new  # `convert` raises an error

@@ -101,7 +101,7 @@ def diagnose(
         forward: calls the model on a batch, as in `memnorm.recalibrate`.
     """
     check_batches(batches, "diagnose")
-    check_callable(call := forward or call_model, "diagnose", "forward")
+    check_callable(call := call_model if forward is None else forward, "diagnose", "forward")
     if not is_whole(max_batches) or max_batches < 1:
         raise OptionError(f"diagnose: max_batches must be a positive number of batches; got {max_batches!r}")
     layers = tracking_layers(model, "diagnose")

@@ -52,7 +52,7 @@ def center(model: nn.Module, mode: Mode = "gradients") -> Centering:
         The handle. Its `layers` names the layers that are centred, and `remove()` ends it.
     """
     check_module(model, "center")
-    if mode not in ("gradients", "weights"):
+    if not isinstance(mode, str) or mode not in ("gradients", "weights"):
         raise OptionError(f"center: mode must be 'gradients' or 'weights'; got {mode!r}")
     found = center_before(model, mode, nn.Module, by_conversion=False)
     if not found:
@@ -116,7 +116,7 @@ def _detach(layer: nn.Module) -> None:
 
 def check_mode(mode: Any) -> None:
     """The option `center` of `memnorm.convert`."""
-    if mode not in (None, "auto", "gradients", "weights"):
+    if mode is not None and (not isinstance(mode, str) or mode not in ("auto", "gradients", "weights")):
         raise OptionError(f"center must be 'auto', 'gradients', 'weights' or None; got {mode!r}")
 
 

@@ -78,7 +78,7 @@ def recalibrate(
     if not isinstance(passes, (int, str)) or passes not in (1, "exact"):
         raise OptionError(f'recalibrate: passes must be 1 or "exact"; got {passes!r}')
     check_batches(batches, "recalibrate")
-    check_callable(call := forward or call_model, "recalibrate", "forward")
+    check_callable(call := call_model if forward is None else forward, "recalibrate", "forward")
     if passes == "exact" and iter(batches) is batches:
         raise OptionError(
             'recalibrate: passes="exact" needs the batches several times, and an iterator yields them only once; '
@@ -251,7 +251,7 @@ def tracking_layers(model: nn.Module, caller: str) -> Layers:
 
 
 def check_batches(batches: object, caller: str) -> None:
-    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+    if hasattr(batches, "__array__") or not isinstance(batches, Iterable):  # a tensor, or an array of numpy
         raise OptionError(
             f"{caller}: expected an iterable of batches, got {type(batches).__name__}: put a single batch in a list"
         )

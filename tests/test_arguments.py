@@ -42,10 +42,14 @@ OPTIONS = {
     "brn with layer": (lambda: convert(plain(), "brn", layer=1), "unknown option layer"),
     "two_way with layer": (lambda: convert(plain(), "two_way", layer=1), "unknown option layer"),
     "group with num_features": (lambda: convert(plain(), "group", num_features=1), "its options are num_groups"),
+    "frn with num_features": (lambda: convert(plain(), "frn", num_features=1), "unknown option num_features"),
     "layer with layer": (lambda: convert(plain(), "layer", layer=1), "it has no options"),
     "a factory without the option": (lambda: convert(plain(), lambda c, a=1: None, b=1), "its options are a$"),
+    "center an array": (lambda: memnorm.center(small_net(), np.array([1, 2])), "mode must be"),
+    "two_way with center an array": (lambda: convert(plain(), "two_way", center=np.array([1, 2])), "center must be"),
     "total_steps too large": (lambda: StrengthSchedule(Layer(3), 10**20), "total_steps must be a positive number"),
     "passes an array": (lambda: recalibrate(plain(), [], passes=np.array([1, 2])), "passes must be 1 or"),
+    "batches an array": (lambda: recalibrate(plain(), np.zeros((4, 3, 8, 8))), "got ndarray: put a single batch in a"),
     "batches None": (lambda: recalibrate(plain(), None, passes="exact"), "recalibrate: expected an iterable"),
     "recording on a word": (lambda: enter(memnorm.recording(Layer(3), "no")), "on must be True or False"),
     "a norm's name a list": (lambda: memnorm.norms.get([]), r"unknown norm \[\]; available: bn"),
@@ -62,6 +66,10 @@ TYPES = {
     "forward a number": (
         lambda: recalibrate(plain(), [images(4, seed=0)], forward=5),
         "forward must be a function; got 5",
+    ),
+    "forward an array": (
+        lambda: recalibrate(plain(), [images(4, seed=0)], forward=np.array([1, 2])),
+        "forward must be a function",
     ),
     "recording of None": (lambda: enter(memnorm.recording(None, True)), "recording: expected a torch.nn.Module"),
     "rerecord of None": (lambda: memnorm.rerecord(None, images(4, seed=0)), "rerecord: expected a torch.nn.Module"),
@@ -117,6 +125,10 @@ def test_a_wrong_state_leaves_a_schedule_as_it_was(wrong):
     assert schedule.state_dict() == before
     schedule.step()
     assert (schedule.last_step, layer.strength.item()) == (5, 0.5)
+
+
+def test_a_factory_may_have_an_option_named_layer():
+    assert isinstance(convert(plain(), nn.Identity, layer=1), nn.Identity)
 
 
 def test_a_failed_conversion_leaves_the_model_as_it_was():

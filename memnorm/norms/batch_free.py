@@ -45,6 +45,7 @@ class BatchFreeNorm(nn.Module):
     @classmethod
     def replacing(cls, layer: _BatchNorm, /, **options: Any) -> nn.Module:
         """The replacement of a batch norm, with its parameters and its mode."""
+        check_options(cls.__name__, cls.OPTIONS, options)
 
         def build(num_features: int) -> BatchFreeNorm:
             new = cls(num_features, **options)
