@@ -31,6 +31,7 @@ def parser(command: str, what: str, examples: str, positional: str = "") -> json
         usage=f"memnorm {command} [options]" if not positional else f"memnorm {command} {positional} [options]",
         description=f"{what}\n\n{examples.strip()}",
         formatter_class=Formatter,
+        print_config="--print-%s",
     )
     made.allow_abbrev = False
     return made
@@ -79,8 +80,6 @@ def add_places(target: Any) -> None:
 
 
 def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:
-    """Parse; flags may be written with underscores or dashes."""
-    words = [_dashed(word) for word in words]
     arguments = made.parse_args(words)
     _check_trust(arguments, words)
     runs = getattr(arguments, "runs", [])
@@ -97,14 +96,6 @@ def _check_trust(arguments: Any, words: Sequence[str]) -> None:
         raise UsageError(
             f"the config file names the model {model}, and importing it runs its code; add {TRUST} if you trust it"
         )
-
-
-def _dashed(word: str) -> str:
-    if not word.startswith("--") or word.startswith("--print_config"):
-        return word
-    flag, equals, value = word.partition("=")
-    head, dot, rest = flag.partition(".")
-    return head.replace("_", "-") + dot + rest + equals + value
 
 
 def names(text: str) -> list[str]:
