@@ -42,7 +42,8 @@ def main(words: Sequence[str]) -> int:
     run_flags = made.add_argument_group("the run: what its numbers depend on")
     add_fields(run_flags, RunSpec, skip=("norm", "scheme"))
     run_flags.add_argument("--norm", type=str, default="bn", help=NORM)
-    run_flags.add_argument("--scheme", type=Literal["single", "double"] | None, default=None, help=SCHEME)
+    scheme = Literal["single", "double"] | None
+    run_flags.add_argument("--scheme", type=scheme, default=None, metavar="{single,double}", help=SCHEME)
     add_fields(made.add_argument_group("how it is computed"), Execution)
     places = made.add_argument_group("where things are")
     add_places(places)
