@@ -4,7 +4,7 @@ A demonstration, not evidence: one template, one seed, seconds of training per n
 the right one tests. The template is exactly mirror-symmetric, so the whole right hemisphere would be the training data
 in a mirror; training therefore keeps to the back two thirds and the test to the front.
 
-pip install "memnorm[examples]"; python examples/brain_segmentation.py
+pip install ".[examples]"; python examples/brain_segmentation.py
 """
 
 import argparse

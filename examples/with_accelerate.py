@@ -1,6 +1,6 @@
 """MBN in a loop with Accelerate: convert before `prepare`, attach after it.
 
-pip install "memnorm[accelerate]"; python examples/with_accelerate.py
+pip install ".[accelerate]"; python examples/with_accelerate.py
 """
 
 import digits

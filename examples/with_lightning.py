@@ -1,6 +1,6 @@
 """MBN in Lightning: convert in __init__, one callback for Double-Forward and the schedule.
 
-pip install "memnorm[lightning]"; python examples/with_lightning.py
+pip install ".[lightning]"; python examples/with_lightning.py
 """
 
 import digits

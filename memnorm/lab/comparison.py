@@ -160,7 +160,8 @@ def _about(groups: Sequence[Group]) -> str:
     specs = [group.spec for group in groups]
     spec = specs[0]
     parts = [f"{_span([one.iterations for one in specs])} iterations"]
-    parts.append(f"learning rate {_span([one.learning_rate for one in specs])}")
+    rates = _span([float(f"{one.base_learning_rate:.4g}") for one in specs])
+    parts.append(f"learning rate {rates}{' after scaling' if spec.scaling != 'none' else ''}")
     unusual = {name: value for name, value in spec.identity.items() if name not in _SHOWN_ELSEWHERE}
     if spec.holdout:
         parts.append(f"evaluated on {spec.holdout:,} held-out training images, not on the test set")

@@ -25,7 +25,7 @@ from memnorm.lab.store import Store
 try:
     import ray
 except ImportError as error:
-    raise UsageError("--launcher ray needs the package ray: pip install 'memnorm[ray]'") from error
+    raise UsageError("--launcher ray needs the package ray: pip install ray") from error
 
 POLL_SECONDS = 0.5  # between two readings of the messages
 

@@ -56,7 +56,9 @@ class RunSpec:
     scheme: Literal["single", "double"] = option("single", "double adds Double-Forward")
     every: int = option(1, "Double-Forward in every n-th step only")
     fraction: float = option(1.0, "Double-Forward with this part of each batch")
-    strength: tuple[float, ...] = option((0.1, 0.5, 0.9), "λ before, between and after the milestones, or one constant")
+    strength: tuple[float, ...] = option(
+        (0.1, 0.5, 0.9), "λ before, between and after the milestones, comma-separated, or one constant"
+    )
     batch_size: int = option(128, "images per forward: the micro-batch, where batches are accumulated")
     accumulate: int = option(1, "micro-batches per optimizer step")
     iterations: int = option(78_200, "optimizer steps")
@@ -66,7 +68,7 @@ class RunSpec:
     )
     base_batch_size: int = option(128, "images per step that the learning rate is meant for")
     schedule: Literal["step", "cosine", "constant"] = option("step", "step divides by 10 at each milestone")
-    milestones: tuple[float, ...] = option((0.4, 0.6), "fractions of the iterations")
+    milestones: tuple[float, ...] = option((0.4, 0.6), "fractions of the iterations, comma-separated")
     warmup: int = option(0, "iterations of linear warm-up")
     momentum: float = option(0.9, "momentum of SGD")
     weight_decay: float = option(1e-4, "weight decay of every parameter")

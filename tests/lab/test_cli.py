@@ -12,6 +12,7 @@ import pytest
 import yaml
 from helpers.lab import result_of
 
+import memnorm
 from memnorm.kernels import cpu
 from memnorm.lab.arms import parse_arm
 from memnorm.lab.cli import COMMANDS
@@ -47,10 +48,40 @@ def test_help_of_a_command_shows_examples_before_options(call, command):
     assert out.index("examples:") < out.index("options:")
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_no_types_and_calls_nothing_required(call, command):
+    _, out, _ = call(command, "--help")
+    assert not re.search(r"<class|Posix|type:|required|None|null|Literal|tuple", out)
+
+
+def test_help_shows_a_default_as_one_would_write_it(call):
+    out = " ".join(call("train", "--help")[1].split())
+    assert "or one constant (default: 0.1,0.5,0.9)" in out
+    assert "the same for every norm (default: 0)" in out
+    assert "augment the training images (default: true)" in out
+
+
+@pytest.mark.parametrize("flag", ["--list", "--dry-run"])
+def test_help_says_that_a_listing_times_steps(call, flag):
+    out = " ".join(call("reproduce", "--help")[1].split())
+    assert re.search(rf"{flag} show the [\w ]+; makes no run, but times a few steps of each kind", out)
+
+
+def test_lists_of_numbers_are_written_with_commas(call):
+    named = [
+        result_of(call("train", *QUICK, "--norm", "mbn", "--strength", text, "--milestones", "0.5", "--json"))["name"]
+        for text in ("0.1,0.9", "[0.1, 0.9]")
+    ]
+    assert named[0] == named[1]
+    code, _, err = call("train", *QUICK, "--norm", "mbn", "--strength", "0.1,high")
+    assert code == 2
+    assert "strength" in err
+
+
 PLACES = "data-root download json runs"
 COMPUTED = "channels-last checkpoint-seconds device keep-weights tensorboard threads workers"
 SHARED = """accumulate augment base-batch-size classes-per-batch config data data-options evaluations learning-rate
-    milestones model model-options momentum precision print_config sampler scaling schedule strength test-images
+    milestones model model-options momentum precision print-config sampler scaling schedule strength test-images
     train-images trust-config warmup weight-decay"""
 FLAGS = {
     "demo": "json out",
@@ -117,10 +148,10 @@ def test_train_from_a_file_equals_train_from_flags_and_later_flags_override_it(c
 
 
 def test_a_printed_configuration_can_be_read_back(call, tmp_path):
-    code, out, _ = call("train", *QUICK, "--norm", "mbn", "--strength", "[0.5]", "--print_config")
+    code, out, _ = call("train", *QUICK, "--norm", "mbn", "--strength", "[0.5]", "--print-config")
     assert code == 0
     (tmp_path / "run.yaml").write_text(out)
-    again = call("train", "--config", "run.yaml", "--print_config")[1]
+    again = call("train", "--config", "run.yaml", "--print-config")[1]
     assert yaml.safe_load(again) == yaml.safe_load(out)
     assert yaml.safe_load(out)["strength"] == [0.5]
 
@@ -304,18 +335,33 @@ def test_demo_reports_equations_cost_and_comparison(call, tmp_path, monkeypatch)
     assert re.search(r"^MBN-2 +4 .*\(n = 2\)", out, re.MULTILINE)
     assert "memnorm compare" in out
     page = (tmp_path / "demo/report.html").read_text()
-    assert "Live comparison" in page
     assert "<svg" in page
+    first = page[page.index('id="section-1"') : page.index('id="section-2"')]
+    assert "Live comparison" in first
+    assert re.search(r"\(n = 2\)", first)
+    assert page.index("(n = 2)") < page.index("<dt>Software</dt>")
+    markdown = (tmp_path / "demo/report.md").read_text()
+    assert markdown.index("(n = 2)") < markdown.index("- Software: ")
+
+
+def without_the_lab_s_packages(*words):
+    lab = ("filelock", "jinja2", "jsonargparse", "matplotlib", "PIL", "rich", "scipy", "sklearn", "yaml")
+    program = f"import sys; sys.modules.update(dict.fromkeys({lab})); from memnorm.lab.cli import main; "
+    command = [sys.executable, "-c", f"{program} sys.exit(main(sys.argv[1:]))", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_without_the_lab_s_packages_the_command_says_how_to_get_them():
-    program = (
-        "import sys; sys.modules['jsonargparse'] = None; from memnorm.lab.cli import main; sys.exit(main(['train']))"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    result = without_the_lab_s_packages("train")
     assert result.returncode == 1
-    assert "pip install 'memnorm[lab]'" in result.stderr
+    assert "in a clone with: pip install '.[lab]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_info_works_without_the_lab_s_packages():
+    result = without_the_lab_s_packages("info", "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["memnorm"] == memnorm.__version__
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

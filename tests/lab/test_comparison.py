@@ -140,6 +140,12 @@ def test_what_is_unusual_about_a_comparison_is_in_its_line(tmp_path):
     )
 
 
+def test_the_learning_rate_of_a_comparison_is_the_one_that_was_used(tmp_path):
+    scaled = {"learning_rate": 0.1, "scaling": "linear", "base_batch_size": 32}
+    (found,) = comparisons_of(tmp_path, *(BASE.but(batch_size=size, **scaled) for size in (3, 8)))
+    assert "learning rate 0.009375 to 0.025 after scaling; " in found.about
+
+
 def outcomes_of(root, specs, failing=()):
     """Fabricated runs as a grid returns them; `failing` seeds leave an unfinished folder or none."""
     found = []

@@ -35,7 +35,7 @@ examples:
   memnorm train --data cifar10 --model resnet20 --norm mbn --batch-size 8
   memnorm reproduce small-batch --scale reduced --list
 """
-NEEDS = "the command memnorm needs the lab's packages ({error}): pip install 'memnorm[lab]'"
+NEEDS = "memnorm {name} needs the lab's packages ({error}). Install them in a clone with: pip install '.[lab]'"
 
 
 def program() -> NoReturn:
@@ -62,7 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     if words[0] not in COMMANDS:
         return complain(f"there is no command {words[0]!r}; commands: {', '.join(COMMANDS)}", USAGE)
-    return guarded(words[0], words[1:])
+    return guarded(words[0], [_dashed(word) for word in words[1:]])
+
+
+def _dashed(word: str) -> str:
+    """A flag with dashes; it may be written with underscores."""
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word.partition("=")
+    head, dot, rest = flag.partition(".")
+    return head.replace("_", "-") + dot + rest + equals + value
 
 
 def overview() -> str:
@@ -80,7 +89,7 @@ def guarded(name: str, words: list[str]) -> int:
     try:
         command: Any = importlib.import_module(f"memnorm.lab.cli.{name}")
     except ImportError as error:
-        return complain(NEEDS.format(error=error), FAILED)
+        return complain(NEEDS.format(name=name, error=error), FAILED)
     try:
         with terminations_interrupt():
             return command.main(words)
@@ -96,7 +105,7 @@ def guarded(name: str, words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except ModuleNotFoundError as error:
-        return complain(NEEDS.format(error=error), FAILED)
+        return complain(NEEDS.format(name=name, error=error), FAILED)
 
 
 def complain(text: str, code: int) -> int:

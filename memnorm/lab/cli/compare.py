@@ -94,7 +94,9 @@ def flags() -> Any:
     asked.add_argument(
         "--tune", action="store_true", help="choose a learning rate per norm on held-out training images"
     )
-    asked.add_argument("--rates", type=str, default="0.1,0.03,0.01", help="learning rates to choose from")
+    asked.add_argument(
+        "--rates", type=str, default="0.1,0.03,0.01", help="learning rates to choose from, comma-separated"
+    )
     asked.add_argument("--out", type=Path, default=Path("compare"), help="folder for report.html, report.md, CSV files")
     asked.add_argument("--json", action="store_true", help="print table and verdict as JSON")
     shared = made.add_argument_group("shared by all runs")

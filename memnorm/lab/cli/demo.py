@@ -58,11 +58,10 @@ def main(words: Sequence[str]) -> int:
     costs = measure()
     console.print(f"3/3 live comparison: {PROTOCOL} …", markup=False)
     found = live(Store(arguments.out / "runs"))
-    parts = [equations_part(checks), cost_part(costs)]
-    page = report.collect([], title="memnorm demo", sections=[*parts, protocol_part()], made=[found], only=[])
+    result, parts = live_part(found), [equations_part(checks), cost_part(costs)]
+    page = report.collect([], title="memnorm demo", sections=[result, *parts], made=[found], only=[])
     written = report.write(page, arguments.out)
-    parts.append(live_part(found))
-    print(numbers_of(checks, costs, found) if arguments.json else as_text(parts, written[0]))
+    print(numbers_of(checks, costs, found) if arguments.json else as_text([*parts, result], written[0]))
     return FAILED if found.failures else OK
 
 
@@ -106,18 +105,12 @@ def cost_part(costs: Sequence[Ratio]) -> Section:
     )
 
 
-def protocol_part() -> Section:
-    """The section of the page, which shows table, figure and verdict itself."""
-    sentences = [f"Protocol, fixed beforehand: {PROTOCOL}.", f"This shows more: {MORE}", RECORDED]
-    return Section("Live comparison", sentences)
-
-
 def live_part(found: Comparison) -> Section:
     return Section(
         "Live comparison",
         [
-            f"Protocol, fixed beforehand: {PROTOCOL}.",
             *([found.verdict.headline, *found.verdict.details] if found.verdict else []),
+            f"Protocol, fixed beforehand: {PROTOCOL}.",
             f"A small data set and few seeds separate little; this shows more: {MORE}",
             RECORDED,
         ],

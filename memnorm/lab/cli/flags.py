@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 import jsonargparse
 
@@ -21,7 +21,15 @@ N = TypeVar("N", int, float)
 
 
 class Formatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the examples."""
+    """Keeps the line breaks of the examples, and adds the default to the help of a flag as one would write it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if not action.option_strings or default is None or default is False or default in (argparse.SUPPRESS, {}):
+            return text
+        if isinstance(default, (list, tuple)):
+            default = ",".join(map(str, default))
+        return f"{text} (default: {str(default).lower() if default is True else default})"
 
 
 def parser(command: str, what: str, examples: str, positional: str = "") -> jsonargparse.ArgumentParser:
@@ -31,6 +39,7 @@ def parser(command: str, what: str, examples: str, positional: str = "") -> json
         usage=f"memnorm {command} [options]" if not positional else f"memnorm {command} {positional} [options]",
         description=f"{what}\n\n{examples.strip()}",
         formatter_class=Formatter,
+        print_config="--print-%s",
     )
     made.allow_abbrev = False
     return made
@@ -48,7 +57,13 @@ def add_fields(target: Any, cls: type, skip: Sequence[str] = (), defaults: Mappi
         if default is False:
             target.add_argument(flag, action="store_true", help=field.metadata["help"])
         else:
-            target.add_argument(flag, type=types[field.name], default=default, help=field.metadata["help"])
+            hint = _numbers if get_origin(types[field.name]) is tuple else types[field.name]
+            target.add_argument(flag, type=hint, default=default, help=field.metadata["help"])
+
+
+def _numbers(value: Any) -> list[float]:
+    """A comma-separated list of numbers, or a list from a file."""
+    return [float(one) for one in names(value.strip().strip("[]"))] if isinstance(value, str) else list(value)
 
 
 def filled(cls: type[T], arguments: Any, skip: Sequence[str] = ()) -> T:
@@ -79,8 +94,6 @@ def add_places(target: Any) -> None:
 
 
 def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:
-    """Parse; flags may be written with underscores or dashes."""
-    words = [_dashed(word) for word in words]
     arguments = made.parse_args(words)
     _check_trust(arguments, words)
     runs = getattr(arguments, "runs", [])
@@ -97,14 +110,6 @@ def _check_trust(arguments: Any, words: Sequence[str]) -> None:
         raise UsageError(
             f"the config file names the model {model}, and importing it runs its code; add {TRUST} if you trust it"
         )
-
-
-def _dashed(word: str) -> str:
-    if not word.startswith("--") or word.startswith("--print_config"):
-        return word
-    flag, equals, value = word.partition("=")
-    head, dot, rest = flag.partition(".")
-    return head.replace("_", "-") + dot + rest + equals + value
 
 
 def names(text: str) -> list[str]:

@@ -1,7 +1,8 @@
-"""memnorm info: versions, device, threads, kernels in use, data folders."""
+"""memnorm info: versions, device, threads, kernels in use, data folders. It works without the lab's packages."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 from collections.abc import Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 import memnorm
 from memnorm.lab import data, environment
-from memnorm.lab.cli.flags import parse, parser
 from memnorm.lab.errors import OK
 from memnorm.text import table
 
@@ -22,10 +22,16 @@ examples:
 
 
 def main(words: Sequence[str]) -> int:
-    made = parser("info", "What this installation consists of and runs on.", EXAMPLES)
+    made = argparse.ArgumentParser(
+        prog="memnorm info",
+        usage="memnorm info [options]",
+        description=f"What this installation consists of and runs on.\n{EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     made.add_argument("--data-root", type=Path, default=None, help="folder of the data sets")
     made.add_argument("--json", action="store_true", help="print it as JSON")
-    arguments = parse(made, words)
+    arguments = made.parse_args(words)
     facts = gather(arguments.data_root)
     if arguments.json:
         print(json.dumps(facts, indent=1))

@@ -21,7 +21,13 @@ It reads what is stored and trains nothing. The same store gives the same files,
 
 def main(words: Sequence[str]) -> int:
     made = parser("report", "Write report.html, report.md and CSV files from stored runs.", EXAMPLES)
-    made.add_argument("--runs", type=Path, nargs="+", default=[Path("runs")], help="folders that runs are kept in")
+    made.add_argument(
+        "--runs",
+        type=Path,
+        nargs="+",
+        default=[Path("runs")],
+        help="folders that runs are kept in, separated by spaces",
+    )
     made.add_argument("--out", type=Path, default=Path("report"), help="folder to write to")
     made.add_argument("--json", action="store_true", help="print the written files as JSON")
     arguments = parse(made, words)

@@ -32,6 +32,7 @@ examples:
 
 It can be interrupted at any time: the same command skips finished runs and resumes the others.
 """
+TIMED = "makes no run, but times a few steps of each kind to say how long the runs take here"
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,12 @@ def flags() -> Any:
     made.add_argument("names", nargs="+", metavar="NAME", help="tables and figures, or all")
     asked = made.add_argument_group("what to run")
     asked.add_argument("--scale", choices=SCALES, default="reduced", help="rules are printed with the results")
-    asked.add_argument("--only", action="append", metavar="ROW/COLUMN", help="cells to run; * stands for anything")
+    asked.add_argument(
+        "--only", action="append", metavar="ROW/COLUMN", help="cells to run, comma-separated; * stands for anything"
+    )
     asked.add_argument("--seeds", type=int, default=1, help="runs per cell")
-    asked.add_argument("--list", action="store_true", help="show the cells and run nothing")
-    asked.add_argument("--dry-run", action="store_true", help="show the queue of runs and run nothing")
+    asked.add_argument("--list", action="store_true", help=f"show the cells; {TIMED}")
+    asked.add_argument("--dry-run", action="store_true", help=f"show the queue of runs; {TIMED}")
     asked.add_argument("--json", action="store_true", help="print JSON")
     asked.add_argument("--out", type=Path, default=Path("report"), help="folder for the report")
     computed = made.add_argument_group("how it is computed")

@@ -25,7 +25,7 @@ examples:
   memnorm train --data cifar10 --model resnet8 --norm two_way --batch-size 2 --accumulate 16 --iterations 1500
   memnorm train --data path/to/images --model my_package.models:net --norm mbn --batch-size 2 --learning-rate 0.01
   memnorm train --config run.yaml --seed 1            flags after --config override the file
-  memnorm train --norm mbn --print_config > run.yaml  write such a file
+  memnorm train --norm mbn --print-config > run.yaml  write such a file
   torchrun --nproc-per-node 2 -m memnorm.lab train --data digits --model small --norm mbn --device cpu
 
 The run is kept in a folder under --runs. The same command again shows its result, or resumes an
@@ -42,7 +42,8 @@ def main(words: Sequence[str]) -> int:
     run_flags = made.add_argument_group("the run: what its numbers depend on")
     add_fields(run_flags, RunSpec, skip=("norm", "scheme"))
     run_flags.add_argument("--norm", type=str, default="bn", help=NORM)
-    run_flags.add_argument("--scheme", type=Literal["single", "double"] | None, default=None, help=SCHEME)
+    scheme = Literal["single", "double"] | None
+    run_flags.add_argument("--scheme", type=scheme, default=None, metavar="{single,double}", help=SCHEME)
     add_fields(made.add_argument_group("how it is computed"), Execution)
     places = made.add_argument_group("where things are")
     add_places(places)

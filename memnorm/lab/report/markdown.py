@@ -34,8 +34,6 @@ def plain(text: object) -> str:
 def _lines(page: Page, pictures: Mapping[str, Picture]) -> Iterator[str]:
     yield f"# {plain(page.title)}"
     yield ""
-    for name, value in page.facts:
-        yield f"- {plain(name)}: {plain(value)}"
     for problem in page.problems:
         yield f"- Not read: {plain(problem)}"
     for section in page.sections:
@@ -51,6 +49,8 @@ def _lines(page: Page, pictures: Mapping[str, Picture]) -> Iterator[str]:
         yield f"\n## {plain(chapter.title)}\n"
         yield from _chapter(chapter, pictures)
     yield "\n## How each number was obtained\n"
+    yield from (f"- {plain(name)}: {plain(value)}" for name, value in page.facts)
+    yield ""
     yield f"{plain(present.ACCOUNT)}\n"
     yield from _account(page)
 
