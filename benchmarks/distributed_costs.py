@@ -33,7 +33,7 @@ def trainer(mode: str) -> Callable[[], None]:
     torch.manual_seed(0)
     model = models.build("resnet20", classes=10, image_shape=(3, 32, 32))
     if not mode.startswith("bn"):
-        memnorm.convert(model, sync=mode == "sync")
+        memnorm.convert(model, sync=mode == "sync", strength=0.1)
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
     if not mode.startswith("bn"):

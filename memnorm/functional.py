@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional as F
 
+from memnorm.errors import InputError
 from memnorm.kernels import cpu, cuda
 
 
@@ -138,6 +139,10 @@ def memorized_batch_norm(
     `memory_weight` is the memory's weight in values per channel, strength included (λW in the docs). The memory is a
     constant: no gradient flows into it, and it may be overwritten after the call.
     """
+    vectors = {"x": x, "weight": weight, "bias": bias, "memory_mean": memory_mean, "memory_var": memory_var}
+    for name, one in vectors.items():
+        if not isinstance(one, Tensor) and not (one is None and name in ("weight", "bias")):
+            raise InputError(f"memorized_batch_norm: {name} must be a tensor; got {one!r}")
     memory = Moments(memory_mean, memory_var, memory_weight)
     if not reads_at_once(x, memory_mean):
         memory = Moments(snapshot(memory_mean), snapshot(memory_var), memory_weight)

@@ -213,7 +213,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             or self._outgoing is not None
             or not self.track_running_stats
             or not self.eps > 0
-            or activation not in (None, "relu")
+            or not _is_activation(activation)
         ):
             return None
         buffers, parameters = self._buffers, self._parameters
@@ -458,7 +458,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
     def _check_completion(self, x: Tensor, activation: str | None, residual: Any) -> None:
         """Check what follows the norm before anything is recorded."""
-        if activation not in (None, "relu"):
+        if not _is_activation(activation):
             raise OptionError(f"{self._name}: activation must be 'relu' or None; got {activation!r}")
         if residual is None:
             return
@@ -654,6 +654,10 @@ def check_strength(strength: float) -> float:
 def _scalar(value: float, device: torch.device) -> Tensor:
     """Float64 wherever it exists: 0.1 must stay 0.1 when the layer is used in float64."""
     return torch.full((), value, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
+
+
+def _is_activation(activation: Any) -> bool:
+    return activation is None or (isinstance(activation, str) and activation == "relu")
 
 
 def _completed(output: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:

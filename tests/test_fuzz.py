@@ -195,7 +195,9 @@ def call_layer(rng: random.Random, layer: nn.Module, x: Any) -> Any:
     """A forward, sometimes with further arguments, and sometimes a backward."""
     options: dict[str, Any] = {}
     if isinstance(layer, memnorm.MemorizedBatchNorm) and rng.random() < 0.2:
-        options["activation"] = rng.choice(("relu", "relu", "relu", None, "gelu", "", 5, nn.ReLU, [], torch.relu))
+        options["activation"] = rng.choice(
+            ("relu", "relu", "relu", None, "gelu", "", 5, nn.ReLU, [], np.array([1, 2]), torch.relu)
+        )
         if rng.random() < 0.5:
             options["residual"] = torch.zeros_like(x) if isinstance(x, Tensor) and rng.random() < 0.7 else anything(rng)
     if isinstance(x, Tensor) and x.is_floating_point() and not x.is_inference() and rng.random() < 0.7:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,13 +66,13 @@ def _one_step(ours: nn.Module, paper: nn.Module, batch: Tensor, direction: Tenso
     return max(float((one - other).abs().max()) for one, other in zip(*answers, strict=True))
 
 
-def _network(make: type[nn.Module]) -> nn.Sequential:
+def _network(make: Any) -> nn.Sequential:
     """A network with the same weights for every norm."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(1, 4, 3, dtype=torch.float64), nn.Identity(), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3).double()
     )
-    net[1] = make(4).double()
+    net[1] = make(4, strength=0.1).double()
     return net
 
 

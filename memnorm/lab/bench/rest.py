@@ -24,7 +24,7 @@ import time, torch
 start = time.perf_counter()
 import memnorm
 there = time.perf_counter()
-memnorm.convert, memnorm.double_forward  # the package loads its modules when they are first used
+memnorm.convert, memnorm.double_forward
 print(time.perf_counter() - there, there - start)
 """
 PEAK = """

@@ -103,6 +103,8 @@ def stepper(
     if norm != "bn":
         if norms.get(norm).scales_with_run:
             options["total_steps"] = 1000
+        if norm == "mbn":
+            options["strength"] = 0.1  # that of the schedule's first part
         model = memnorm.convert(model, norm, **options)
     for block in model.modules():
         if isinstance(block, Residual):
