@@ -220,6 +220,8 @@ class _Kernels(_SingleLevelFunction):
     def backward(ctx, grad_y):
         x, weight, y = ctx.saved_tensors
         memory, wants = ctx.memory, ctx.needs_input_grad
+        if not (wants[0] or wants[1] or wants[2]):  # the residual's gradient does not pass the norm
+            return None, None, None, grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y), None
         state = _NO_MEMORY if memory is None else memory.for_kernels()
         if memory is None or state[0] is not None:
             found = cpu.backward(ctx.saved, grad_y, y, x, weight, wants, state)

@@ -216,10 +216,8 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             or not _is_activation(activation)
         ):
             return None
-        buffers, parameters = self._buffers, self._parameters
-        # A weight that is computed from others is no parameter.
-        weight: Any = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401
-        bias: Any = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        buffers = self._buffers
+        weight, bias = self._affine()
         relu, handle = activation == "relu", self._handle
         tensors = (x, weight, bias, residual, relu, self.eps)
         rules = (self.ranks, bool(self.recording), *self._rules())
@@ -231,7 +229,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
                 or not cpu.takes(x, mean.dtype)
                 or x.dim() not in self.ranks
                 or not x.shape[1] == self.num_features < x.numel()
-                or (x.is_inference() and torch.is_grad_enabled())  # it cannot be saved for backward
+                or (torch.is_grad_enabled() and any(one is not None and one.is_inference() for one in (x, weight)))
                 or inside_backward()
                 or may_be_recomputed()
             ):
@@ -258,7 +256,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         memory = self._kept_readings.recall(constant_moments(input)) if replaying else None
         if memory is None:
             memory = self._read(count, reads_at_once(input, self.running_mean))
-        backward = self._backward_memory(cpu.check(self._buffers) if cpu.unobserved() else None)
+        backward = self._backward_memory(None)
         output, batch = normalize_with_memory(input, self.weight, self.bias, memory, self.eps, backward)
         self._after_forward(batch, memory, compiling, replaying)
         return output
@@ -298,11 +296,10 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
     def _plain_forward(self, x: Tensor) -> Tensor:
         """Torch's own operation: on the running statistics in eval, on the batch where no statistics are kept."""
-        buffers, parameters = self._buffers, self._parameters
-        mean, var = buffers["running_mean"], buffers["running_var"]
-        weight: Any
-        bias: Any
-        weight, bias = parameters["weight"], parameters["bias"]
+        mean: Any
+        var: Any
+        mean, var = self._buffers["running_mean"], self._buffers["running_var"]
+        weight, bias = self._affine()
         if self.training or mean is None:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, self.eps)
         dtype = statistics_dtype(x.dtype)
@@ -310,6 +307,13 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             one if one is None or one.dtype is dtype else one.to(dtype) for one in (weight, bias, mean, var)
         ]
         return torch.batch_norm(x, weight, bias, mean, var, False, 0.0, self.eps, torch.backends.cudnn.enabled)
+
+    def _affine(self) -> tuple[Any, Any]:
+        """Weight and bias, past the lookup of `nn.Module`; one that is computed from others is no parameter."""
+        own = self._parameters
+        if "weight" in own and "bias" in own:
+            return own["weight"], own["bias"]
+        return self.weight, self.bias
 
     @property
     def _kept_readings(self) -> Readings:
@@ -454,7 +458,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             raise DTypeError(f"{self._name}: expected real floating-point input, got {x.dtype}{advice}")
         if self.training:
             check_eps(self._name, self.eps)
-        cpu.require_memory(x, self.weight, self.bias)
+        cpu.require_memory(x, self.weight, self.bias, *self._buffers.values())
 
     def _check_completion(self, x: Tensor, activation: str | None, residual: Any) -> None:
         """Check what follows the norm before anything is recorded."""

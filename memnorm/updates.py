@@ -106,7 +106,11 @@ def _held_by_optimizers(_backward: int) -> set[int]:
     """The ids of all parameters that an optimizer holds. Torch keeps no list of optimizers, so this searches all
     objects, once for the layers that ask within the same backward.
     """
-    return set().union(*(_held_by(one) for one in gc.get_objects() if issubclass(type(one), Optimizer)))
+    held: set[int] = set()
+    for one in gc.get_objects():
+        if issubclass(type(one), Optimizer):
+            held |= _held_by(one)
+    return held
 
 
 def _noticed(scale: Any) -> Any:

@@ -1,16 +1,22 @@
 """Layers given what they cannot use: they fail before anything is recorded, as torch does, or do what torch does."""
 
 import copy
+import threading
+import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 from helpers.common import randn
 from helpers.kernels import in_torch
 from torch import nn
+from torch.nn.utils import prune
+from torch.overrides import TorchFunctionMode
 
 import memnorm
 from memnorm import norms
 from memnorm.errors import InputError, MemnormWarning
+from memnorm.kernels import cpu
 
 SHAPE = (4, 3, 5, 6)
 RECORDING = ["two_way", "mbn", "bn", "brn", "lagged_bn", "momentum_bn", "moving_bn", "ghost", "mabn", "online"]
@@ -148,3 +154,112 @@ def test_a_plain_checkpoint_whose_statistics_are_nan_starts_from_the_initial_one
         layer.load_state_dict(checkpoint)
     assert torch.equal(layer.running_mean, torch.zeros(3))
     assert layer(randn(*SHAPE, seed=5).float()).isfinite().all()
+
+
+@pytest.mark.skipif(cpu.module() is None, reason="the kernels were not built")
+def test_buffers_may_be_replaced_while_other_threads_train():
+    layer, x = memnorm.MemorizedBatchNorm2d(8), randn(2, 8, 2, 2, seed=0).float()
+    end = time.monotonic() + 2
+
+    def train():
+        while time.monotonic() < end:
+            layer(x)
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < end:
+        layer.load_state_dict({name: one.clone() for name, one in layer.state_dict().items()}, assign=True)
+    for thread in threads:
+        thread.join()
+    assert layer(x).isfinite().all()
+
+
+def test_backwards_in_threads_without_an_optimizer_end():
+    layer = memnorm.TwoWayBatchNorm2d(8, warmup=0)
+    failures = []
+
+    def train():
+        try:
+            for _ in range(30):
+                layer(randn(2, 8, 4, 4, seed=0).float().requires_grad_()).sum().backward()
+        except SystemError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_narrow_data_with_a_negative_bit_keeps_its_sign():
+    x = torch._neg_view(-(randn(*SHAPE, seed=0) + 5).half())
+    layer = memnorm.MemorizedBatchNorm2d(3)
+    layer(x)
+    assert (layer.running_mean > 4).all()
+
+
+@pytest.mark.parametrize("name", ["mbn", "two_way"])
+def test_a_pruned_layer_can_be_evaluated(name):
+    layer, x = trained(name), randn(*SHAPE, seed=5).float()
+    prune.l1_unstructured(layer, "weight", 1)
+    layer(x)
+    layer.eval()
+    expected = nn.functional.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias)
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_a_gradient_of_the_residual_alone_records_no_backward():
+    layer = memnorm.TwoWayBatchNorm2d(3, warmup=0, affine=False)
+    residual = randn(*SHAPE, seed=1).float().requires_grad_()
+    layer(randn(*SHAPE, seed=0).float(), activation="relu", residual=residual).sum().backward()
+    assert float(layer.backward_weight) == 0
+    assert residual.grad.unique().tolist() == [0, 1]
+
+
+def test_an_inference_weight_that_must_be_saved_raises_and_records_nothing():
+    layer = trained()
+    with torch.inference_mode():
+        weight = torch.ones(3)
+    before = state(layer)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        torch.func.functional_call(layer, {"weight": weight}, (randn(*SHAPE, seed=5).float().requires_grad_(),))
+    assert_unchanged(layer, before)
+
+
+@pytest.mark.skipif(cpu.module() is None, reason="the kernels were not built")
+def test_a_function_mode_that_replaces_the_output_is_an_error_and_no_crash():
+    class Meta(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            return made.to("meta") if function is torch.empty_like else made
+
+    layer = trained()
+    with Meta(), pytest.raises(RuntimeError, match="another kind"):
+        layer(randn(*SHAPE, seed=5).float())
+
+
+@pytest.mark.parametrize("backend", ["kernels", "torch"])
+def test_a_freed_buffer_raises(backend):
+    layer = trained()
+    layer.running_mean.untyped_storage().resize_(0)
+    with in_torch() if backend == "torch" else nullcontext(), pytest.raises(InputError, match="storage was freed"):
+        layer(randn(*SHAPE, seed=5).float())
+
+
+def test_assigned_buffers_of_the_same_version_are_read_anew():
+    layer, other = (memnorm.TwoWayBatchNorm2d(3, warmup=100) for _ in range(2))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.0) for one in (layer, other)]
+    for one, optimizer, steps in ((layer, optimizers[0], 12), (other, optimizers[1], 10)):
+        for seed in range(steps):
+            one(randn(*SHAPE, seed=seed).float()).sum().backward()
+            optimizer.step()
+    other.num_updates.fill_(69)
+    checkpoint = other.state_dict()
+    layer.load_state_dict(checkpoint, assign=True)
+    layer(randn(*SHAPE, seed=20).float()).sum().backward()
+    optimizers[0].add_param_group({"params": list(layer.parameters())})
+    optimizers[0].step()
+    assert int(layer.num_updates) == 70

@@ -69,6 +69,7 @@ struct Data {
     bool fits() const { return x && layout.known && layout.c > 0 && layout.n * layout.l > 0; }
     bool wide() const { return kind == FLOAT64; }
     int64_t width() const { return wide() ? 8 : 4; }  // of a statistic, in bytes
+    int64_t bytes() const { return layout.n * layout.c * layout.l * (kind == FLOAT64 ? 8 : kind == FLOAT32 ? 4 : 2); }
     int64_t saved_bytes() const { return (6 * layout.c + 1) * width(); }
 
     // The address of a tensor of x's shape, kind and layout; null for None; `ok` becomes false for another tensor.
@@ -111,7 +112,7 @@ struct Call {
         threads = PyLong_AsLongLong(args[6]);
     }
     bool allocate(PyObject *x) {
-        y.object = PyObject_CallFunctionObjArgs(torch.empty_like, x, nullptr);
+        y.object = empty_like(x, data.bytes());
         saved.object = PyByteArray_FromStringAndSize(nullptr, data.saved_bytes());
         return y && saved;
     }
@@ -174,7 +175,8 @@ PyObject *py_train(PyObject *, PyObject *const *args, Py_ssize_t given) {
     Call call(args);
     const Layout &layout = call.data.layout;
     // An inference tensor cannot be saved for backward: that must fail before anything is recorded.
-    if (is_true(::call(args[0], torch.is_inference)) && is_true(ask(torch.grad_enabled))) return refused();
+    for (PyObject *saved : {args[0], args[1]})
+        if (saved != Py_None && is_true(::call(saved, torch.is_inference)) && is_true(ask(torch.grad_enabled))) return refused();
     if (!call.ok || call.data.wide() != state->wide || layout.c != state->c || layout.n * layout.l < 2 ||
         !among(ranks, PyTuple_Size(layout.shape.object)) || !state->holds(handle, buffers))
         return refused();
@@ -221,9 +223,9 @@ PyObject *py_record(PyObject *, PyObject *const *args, Py_ssize_t given) {
 }
 
 // A tensor for a gradient that is wanted; None for another.
-PyObject *gradient_of(PyObject *tensor, PyObject *wanted, Py_ssize_t argument) {
+PyObject *gradient_of(PyObject *tensor, int64_t bytes, PyObject *wanted, Py_ssize_t argument) {
     if (PyTuple_GetItem(wanted, argument) != Py_True || tensor == Py_None) return none();
-    return PyObject_CallFunctionObjArgs(torch.empty_like, tensor, nullptr);
+    return empty_like(tensor, bytes);
 }
 
 // The gradients of (x, weight, bias, residual) that `wanted` names, and None for autograd's last argument.
@@ -245,7 +247,9 @@ PyObject *py_backward(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (weight == Py_None && PyTuple_GetItem(wanted, 2) == Py_True) return refused();  // a bias alone
     Ref results(PyTuple_New(5));
     for (Py_ssize_t i = 0; results && i < 5; i++) {
-        PyObject *one = i < 4 ? gradient_of(i == 0 || i == 3 ? x : weight, wanted, i) : none();
+        bool of_data = i == 0 || i == 3;
+        int64_t bytes = of_data ? data.bytes() : data.layout.c * data.width();
+        PyObject *one = i < 4 ? gradient_of(of_data ? x : weight, bytes, wanted, i) : none();
         if (!one || PyTuple_SetItem(results.object, i, one)) return nullptr;
     }
     if (!results) return nullptr;

@@ -226,14 +226,14 @@ def _dense(x: Tensor) -> Tensor:
     dense = torch.empty(x.shape, dtype=dtype, device="meta", memory_format=suggest_memory_format(x))
     if x.dtype is dtype and not x.is_neg() and x.stride() == dense.stride():
         return x
-    return torch.empty_like(dense, device="cpu").copy_(x.detach())
+    return torch.empty_like(dense, device="cpu").copy_(x.detach().resolve_neg())
 
 
 def _like(tensor: Tensor, data: Tensor) -> Tensor:
     """`tensor` in the dtype and layout of `data`."""
     if tensor.dtype is data.dtype and tensor.stride() == data.stride() and not tensor.is_neg():
         return tensor
-    return torch.empty_like(data).copy_(tensor.detach())
+    return torch.empty_like(data).copy_(tensor.detach().resolve_neg())
 
 
 def _vectors(x: Tensor, *vectors: Tensor | None) -> list[Any]:

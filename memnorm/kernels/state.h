@@ -48,14 +48,14 @@ struct State {
             if (PyDict_GetItem(buffers, name(i)) != PyTuple_GetItem(handle, i)) return false;
         // A slot buffer that was cut in place keeps its address.
         return holds(handle, 0, BACKWARD_MEAN) &&
-            (!slots || bytes(PyTuple_GetItem(handle, SLOT_COUNTS)) == slots * (wide ? 8 : 4));
+            (!slots || bytes_of(PyTuple_GetItem(handle, SLOT_COUNTS)) == slots * (wide ? 8 : 4));
     }
 
     // Check the buffers of a layer and fill in their addresses.
     bool check(PyObject *const *tensors) {
         wide = has_dtype(tensors[MEAN], torch.dtypes[FLOAT64]);
         int64_t size = wide ? 8 : 4;
-        c = bytes(tensors[MEAN]) / size, slots = bytes(tensors[SLOT_COUNTS]) / size;
+        c = bytes_of(tensors[MEAN]) / size, slots = bytes_of(tensors[SLOT_COUNTS]) / size;
         int64_t counts[BUFFERS] = {1, c, c, 1, 1, slots * c, slots * c, slots, c, c, 1};
         bool remembers_backward = tensors[BACKWARD_MEAN] != Py_None;
         for (int i = 0; i < (remembers_backward ? BUFFERS : BACKWARD_MEAN); i++) {
@@ -83,38 +83,35 @@ struct State {
         found.recording = recording;
         return found;
     }
-
-private:
-    static int64_t bytes(PyObject *tensor) {
-        Ref size = attribute(tensor, torch.nbytes);
-        return size ? PyLong_AsLongLong(size.object) : 0;
-    }
 };
 
 inline void forget(PyObject *capsule) { delete static_cast<State *>(PyCapsule_GetPointer(capsule, State::NAME)); }
 
 // The handle of these buffers; null without an error if the kernels cannot use them, null with one if memory is out.
 inline PyObject *make_handle(PyObject *buffers) {
+    // The handle owns the tensors before they are checked: another thread may replace them in the dictionary meanwhile.
+    Ref handle(PyTuple_New(State::HANDLE));
+    if (!handle) return nullptr;
     PyObject *tensors[BUFFERS];
     for (int i = 0; i < BUFFERS; i++) {
         tensors[i] = PyDict_GetItem(buffers, State::name(i));
         if (!tensors[i]) tensors[i] = Py_None;
         if (tensors[i] == Py_None && i < BACKWARD_MEAN) return nullptr;
+        Py_INCREF(tensors[i]);
+        PyTuple_SetItem(handle.object, i, tensors[i]);
     }
     auto *state = new (std::nothrow) State();
     if (!state) return PyErr_NoMemory();
     Ref capsule(PyCapsule_New(state, State::NAME, forget));
     if (!capsule) return delete state, nullptr;
     if (!state->check(tensors)) return PyErr_Clear(), nullptr;
-    Ref aliases(PyTuple_New(BUFFERS)), handle(PyTuple_New(State::HANDLE));
-    if (!aliases || !handle) return nullptr;
+    Ref aliases(PyTuple_New(BUFFERS));
+    if (!aliases) return nullptr;
     for (int i = 0; i < BUFFERS; i++) {
         PyObject *alias = tensors[i] == Py_None ? nullptr : call(tensors[i], torch.detach).release();
         if (!alias && PyErr_Occurred()) return nullptr;
         if (!alias) Py_INCREF(alias = Py_None);
         PyTuple_SetItem(aliases.object, i, alias);
-        Py_INCREF(tensors[i]);
-        PyTuple_SetItem(handle.object, i, tensors[i]);
     }
     PyTuple_SetItem(handle.object, State::ALIASES, aliases.release());
     PyTuple_SetItem(handle.object, State::CAPSULE, capsule.release());

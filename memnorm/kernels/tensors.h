@@ -103,11 +103,24 @@ inline bool is_plain(PyObject *tensor) {
         !is_true(call(tensor, torch.is_neg));
 }
 
+inline int64_t bytes_of(PyObject *tensor) {
+    Ref size = attribute(tensor, torch.nbytes);
+    return size ? PyLong_AsLongLong(size.object) : -1;
+}
+
 // True for a contiguous plain tensor of this dtype and size.
 inline bool is_vector(PyObject *tensor, PyObject *dtype, int64_t bytes) {
-    if (!is_plain(tensor) || !has_dtype(tensor, dtype)) return false;
-    Ref size = attribute(tensor, torch.nbytes);
-    return size && PyLong_AsLongLong(size.object) == bytes && is_true(call(tensor, torch.is_contiguous));
+    return is_plain(tensor) && has_dtype(tensor, dtype) && bytes_of(tensor) == bytes && is_true(call(tensor, torch.is_contiguous));
+}
+
+// A new tensor like this one, of this size; null with Python's error set if something else came out, because a function
+// mode replaced the function or another thread the tensor's data.
+inline PyObject *empty_like(PyObject *tensor, int64_t bytes) {
+    Ref made(PyObject_CallFunctionObjArgs(torch.empty_like, tensor, nullptr));
+    if (!made) return nullptr;
+    if (bytes_of(made.object) == bytes && address(made.object)) return made.release();
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch.empty_like returned a tensor of another kind");
+    return nullptr;
 }
 
 // The layout of a tensor (N, C, …). `strides` is set if its values are rows of channels, and null if it is contiguous.

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from memnorm import centering, updates
 from memnorm.errors import MemnormError, OptionError, is_whole
 from memnorm.functional import Moments, as_scalar, snapshot
+from memnorm.kernels import cpu
 from memnorm.layers import (
     MemorizedBatchNorm,
     MemorizedBatchNorm1d,
@@ -81,9 +82,9 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     _has_optimizer: bool | None = None  # an optimizer trains the layer; None: not known yet
     _leader: ref[Optimizer] | None = None  # whose steps count for a layer that no optimizer trains
     _has_run: bool = False  # in training mode, since it was made or copied
-    _faded_at: tuple[int, int] | None = None  # the versions after the last update
+    _faded_at: tuple[int, ...] | None = None  # the versions after the last update
     _backwards_alone: int = 0  # recorded backwards that no optimizer was found for
-    _counted: tuple[int, int] = (-1, 0)  # version and value of `num_updates`, to spare the device a read
+    _counted: tuple[int, int, int] = (0, 0, 0)  # id, version and value of `num_updates`, to spare the device a read
     _outgoing_backward: list[Moments] | None = None  # as `_outgoing`, for the means of backward
 
     def __init__(
@@ -166,6 +167,8 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
             updates.scaled_backward.leave()
         if not (self._has_run or torch.compiler.is_compiling()):
             self.__dict__["_has_run"] = True
+        if handle is None and cpu.unobserved():
+            handle = cpu.check(self._buffers)
         return _Backward(self, handle)
 
     def _fade_outgoing(self) -> None:
@@ -194,17 +197,16 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     def _updates_counted(self) -> int:
         """The value of `num_updates`. Reads the device only if somebody else has written the buffer."""
         buffer: Any = self._buffers["num_updates"]
-        version, count = self._counted
-        if version != version_of(buffer):
-            version, count = self.__dict__["_counted"] = version_of(buffer), int(buffer)
-        return count
+        if self._counted[:2] != (id(buffer), version_of(buffer)):
+            self.__dict__["_counted"] = id(buffer), version_of(buffer), int(buffer)
+        return self._counted[2]
 
     @torch.no_grad()
     def _follow(self, count: int) -> None:
         """Set the present λ after `count` updates."""
         self.num_updates.fill_(count)
         self.strength.fill_(self._initial_strength * (count / self.warmup if self.warmup else 1.0))
-        self._counted = (version_of(self.num_updates), count)
+        self._counted = (id(self.num_updates), version_of(self.num_updates), count)
 
     def _is_trained(self) -> bool:
         """Return True if the running statistics differ from (0, 1), or cannot be read because they are on meta."""
@@ -234,10 +236,11 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
             self.__dict__["_leader"], self.__dict__["_has_optimizer"] = ref(optimizer), True
         return leader is optimizer and self._faded_at != self._versions()
 
-    def _versions(self) -> tuple[int, int]:
+    def _versions(self) -> tuple[int, ...]:
         """Change whenever something is recorded or fades."""
         buffers: Any = self._buffers
-        return version_of(buffers["running_weight"]), version_of(buffers["backward_weight"])
+        one, other = buffers["running_weight"], buffers["backward_weight"]
+        return id(one), version_of(one), id(other), version_of(other)
 
     def _after_update(self) -> None:
         """The memory has faded."""
