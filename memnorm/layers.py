@@ -458,7 +458,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             raise DTypeError(f"{self._name}: expected real floating-point input, got {x.dtype}{advice}")
         if self.training:
             check_eps(self._name, self.eps)
-        cpu.require_memory(x, self.weight, self.bias, *self._buffers.values())
+            cpu.require_memory(x, self.weight, self.bias, *self._buffers.values())
 
     def _check_completion(self, x: Tensor, activation: str | None, residual: Any) -> None:
         """Check what follows the norm before anything is recorded."""
