@@ -167,7 +167,7 @@ class Exchange:
         for (layer, name), part_RV in zip(boxes, parts_RV.split(sizes, dim=1), strict=True):
             mean_RC, var_RC = part_RV[:, :-2].chunk(2, dim=1)
             count_R, batches_R = part_RV[:, -2:].unbind(1)
-            # If nobody has recorded, the union is NaN, and it is not remembered.
+            # If no rank has recorded anything, the union is NaN and is not remembered.
             union = _union(mean_RC, var_RC, count_R, layer.outgoing[name])
             total = Moments(*(torch.as_tensor(value).to(layer.running_mean) for value in union))
             layer._remember_shared(name, total, batches_R.sum())

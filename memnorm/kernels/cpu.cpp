@@ -73,7 +73,7 @@ struct Data {
     int64_t saved_bytes() const { return (6 * layout.c + 1) * width(); }
 
     // The address of a tensor of x's shape, kind and layout; null for None; `ok` becomes false for another tensor.
-    void *beside(PyObject *other, bool &ok) const {
+    void *matching(PyObject *other, bool &ok) const {
         if (other == Py_None) return nullptr;
         bool fits = is_plain(other) && kind_of(other) == kind && layout.has_shape_of(other) &&
             layout.matches(other);
@@ -105,7 +105,7 @@ struct Call {
         ok = data.fits();
         weight = ok ? data.vector(args[1], ok) : nullptr;
         bias = ok ? data.vector(args[2], ok) : nullptr;
-        residual = ok ? data.beside(args[3], ok) : nullptr;
+        residual = ok ? data.matching(args[3], ok) : nullptr;
         relu = args[4] == Py_True;
         ok = ok && (relu || !residual);
         eps = PyFloat_AsDouble(args[5]);
@@ -126,7 +126,7 @@ struct Call {
         job.relu = relu;
         job.eps = eps;
         job.y = static_cast<T *>(address(y.object));
-        // What backward reads besides x: six vectors and the memory's weight.
+        // What backward reads in addition to x: six vectors and the memory's weight.
         job.saved_mean = reinterpret_cast<S *>(PyByteArray_AsString(saved.object));
         job.saved_var = job.saved_mean + job.c;
         job.hat_mean = job.saved_var + job.c;
@@ -238,7 +238,7 @@ PyObject *py_backward(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (is_true(ask(torch.grad_enabled)) || !unobserved()) return refused();
     Data data(x);
     if (!data.fits() || !PyByteArray_Check(saved) || PyByteArray_Size(saved) != data.saved_bytes()) return refused();
-    void *g = data.beside(args[1], ok), *y = ok ? data.beside(args[2], ok) : nullptr;
+    void *g = data.matching(args[1], ok), *y = ok ? data.matching(args[2], ok) : nullptr;
     void *gain = ok ? data.vector(weight, ok) : nullptr;
     const State *state = remembers ? State::of(handle) : nullptr;
     if (!ok || !g || (remembers && (!state || state->wide != data.wide() || state->c != data.layout.c || !state->at<void>(BACKWARD_MEAN) ||

@@ -30,7 +30,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 @functools.cache
 def module() -> Any:
-    """The compiled module; None if it is switched off or was not built, which is said once."""
+    """The compiled module; None if it is switched off or was not built, after one warning."""
     if switched_off():
         return None
     try:
@@ -135,7 +135,7 @@ def forward(
 
 
 class Saved(NamedTuple):
-    """What a forward saves besides its input: vectors of C, and the memory's weight."""
+    """What a forward saves in addition to its input: vectors of C, and the memory's weight."""
 
     memory_mean: Tensor
     memory_var: Tensor
@@ -237,7 +237,7 @@ def _like(tensor: Tensor, data: Tensor) -> Tensor:
 
 
 def _vectors(x: Tensor, *vectors: Tensor | None) -> list[Any]:
-    """Parameters and statistics in the dtype and layout that the kernels read beside `x`."""
+    """Parameters and statistics in the dtype and layout that the kernels need for `x`."""
     require_memory(*vectors)
     dtype, channels = _STATISTICS[x.dtype], x.shape[1]
     for one in vectors:

@@ -13,7 +13,7 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,8 +27,6 @@ from memnorm.lab.signals import terminations_interrupt
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
 
-Replan = Callable[[], Sequence[RunSpec]]
-
 
 def run_all(
     specs: Sequence[RunSpec],
@@ -39,17 +37,14 @@ def run_all(
     jobs: int = 0,
     launcher: str = "processes",
     listener: GridListener | None = None,
-    replan: Replan | None = None,
 ) -> list[Outcome]:
     """Run each of `specs` that is not finished, in the order given.
 
     Args:
         jobs: processes; 0 runs in this one. With `launcher="ray"`, runs at a time; 0 for as many as the cluster fits.
-        replan: called whenever a run has ended; returns the runs, in order, since a result may ask for others. A run
-            is started once only.
 
     Returns:
-        The outcomes of `specs`, then those of runs that `replan` added.
+        The outcomes, in the order of `specs`.
     """
     if jobs < 0:
         raise UsageError(f"--jobs must not be negative; got {jobs}")
@@ -58,16 +53,15 @@ def run_all(
     context = RunContext(store.root, execution, data_root)
     if launcher == "ray" or jobs:
         context = replace(context, execution=replace(execution, threads=1))
-        room = jobs if replan else min(jobs, len(unique))
-        started = _ray_launcher(context, jobs) if launcher == "ray" else _ProcessLauncher(context, room)
+        started = (
+            _ray_launcher(context, jobs) if launcher == "ray" else _ProcessLauncher(context, min(jobs, len(unique)))
+        )
         with terminations_interrupt():
-            outcomes = _supervise(_Queue(unique, replan), started, listener)
+            outcomes = _supervise(_Queue(unique), started, listener)
     else:
-        outcomes = _run_here(_Queue(unique, replan), context, listener)
+        outcomes = _run_here(_Queue(unique), context, listener)
     by_digest = {outcome.spec.digest: outcome for outcome in outcomes}
-    given = {spec.digest for spec in specs}
-    wanted = [by_digest[spec.digest] for spec in specs if spec.digest in by_digest]
-    return [*wanted, *(outcome for outcome in outcomes if outcome.spec.digest not in given)]
+    return [by_digest[spec.digest] for spec in specs if spec.digest in by_digest]
 
 
 @dataclass(frozen=True)
@@ -113,29 +107,18 @@ class RunContext:
 class _Queue:
     """Runs that are not started yet; last, those that another process was working on when their turn came."""
 
-    def __init__(self, specs: Sequence[RunSpec], replan: Replan | None) -> None:
-        self._specs, self._replan = deque(specs), replan
-        self._held: deque[RunSpec] = deque()
-        self._started: set[str] = set()
+    def __init__(self, specs: Sequence[RunSpec]) -> None:
+        self._specs, self._held = deque(specs), deque[RunSpec]()
 
     def __bool__(self) -> bool:
         return bool(self._specs or self._held)
 
     def next(self) -> tuple[RunSpec, bool]:
         """A run, and True if it should wait for the process that holds it."""
-        spec = self._specs.popleft() if self._specs else None
-        if spec is None:
-            return self._held.popleft(), True
-        self._started.add(spec.digest)
-        return spec, False
+        return (self._specs.popleft(), False) if self._specs else (self._held.popleft(), True)
 
     def put_last(self, spec: RunSpec) -> None:
         self._held.append(spec)
-
-    def renew(self) -> None:
-        if self._replan is not None:
-            unique = {spec.digest: spec for spec in self._replan() if spec.digest not in self._started}
-            self._specs = deque(unique.values())
 
 
 def _run_here(queue: _Queue, context: RunContext, listener: GridListener) -> list[Outcome]:
@@ -150,7 +133,6 @@ def _run_here(queue: _Queue, context: RunContext, listener: GridListener) -> lis
             continue
         outcomes.append(outcome)
         listener.ended(outcome)
-        queue.renew()
     return outcomes
 
 
@@ -187,7 +169,6 @@ def _supervise(queue: _Queue, launcher: Launcher, listener: GridListener) -> lis
                 if kind == "ended":
                     outcomes.append(payload)
                     listener.ended(payload)
-                    queue.renew()
                 elif kind == "held":
                     listener.message(payload[0], f"{payload[1]} This run is put last.")
                     queue.put_last(payload[0])

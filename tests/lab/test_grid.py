@@ -113,20 +113,6 @@ def test_runs_that_fail_or_diverge_do_not_stop_the_others(fork_server, store, jo
     assert run_all(fork_server, specs, store, jobs=jobs)[-4].startswith(f"outcome {FAILING.name} failed")
 
 
-def test_what_came_out_may_call_for_other_runs_in_another_order(store):
-    def replan():
-        return [GOOD[2], GOOD[0], GOOD[1]] if store.run(GOOD[0]).result() else GOOD[:1]
-
-    outcomes = grid.run_all(GOOD[:1], store, execution=PLAIN, replan=replan)
-    assert [outcome.spec for outcome in outcomes] == [GOOD[0], GOOD[2], GOOD[1]]
-    assert {outcome.status for outcome in outcomes} == {"finished"}
-
-
-def test_a_run_that_failed_is_not_begun_again_because_it_is_still_planned(store):
-    outcomes = grid.run_all([FAILING, GOOD[0]], store, execution=PLAIN, replan=lambda: [FAILING, GOOD[0]])
-    assert [outcome.status for outcome in outcomes] == ["failed", "finished"]
-
-
 def test_an_unexpected_error_is_an_outcome_with_its_traceback(store, monkeypatch):
     def stumble(spec, *_arguments, **_options):
         if spec == GOOD[0]:
