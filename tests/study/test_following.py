@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -84,6 +85,11 @@ def test_arms_whose_trials_failed_do_not_hold_up_the_others():
     records = {good.digest: record(good, 50.0)}
     assert study.specs(records) == [good, bad]
     assert [spec.norm for spec in study.specs(records, {bad.digest})] == ["bn", "mabn", "bn"]
+
+
+def test_other_processes_can_make_the_runs_of_every_study():
+    for study in following(CHOSEN, CHOSEN).values():
+        assert callable(pickle.loads(pickle.dumps(study.make)))
 
 
 def test_pretraining_comes_before_everything_else(planned):
