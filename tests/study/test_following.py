@@ -200,6 +200,7 @@ def test_a_probe_restores_everything_bit_for_bit(planned, number):
     training, (source, _) = Training(spec, data.classes, data.shape, "cpu"), sources(spec, data)
     images, labels = next(source.batches([(torch.arange(32), None)]))
     training.step(0, images, labels)
+    torch.rand(3)  # a random state that no step begins with
     before, random = copy.deepcopy(training.state()), torch.get_rng_state()
     gradients = [one.grad.clone() for one in training.model.parameters()]
     with undone(training):
