@@ -13,7 +13,7 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,11 +37,14 @@ def run_all(
     jobs: int = 0,
     launcher: str = "processes",
     listener: GridListener | None = None,
+    make: Callable[..., dict[str, Any]] | None = None,
 ) -> list[Outcome]:
     """Run each of `specs` that is not finished, in the order given.
 
     Args:
         jobs: processes; 0 runs in this one. With `launcher="ray"`, runs at a time; 0 for as many as the cluster fits.
+        make: makes one run, with the arguments of `memnorm.lab.runner.run`, which is the default. Other processes
+            import it by name.
 
     Returns:
         The outcomes, in the order of `specs`.
@@ -50,7 +53,7 @@ def run_all(
         raise UsageError(f"--jobs must not be negative; got {jobs}")
     listener = listener or GridListener()
     unique = list({spec.digest: spec for spec in specs}.values())
-    context = RunContext(store.root, execution, data_root)
+    context = RunContext(store.root, execution, data_root, make)
     if launcher == "ray" or jobs:
         context = replace(context, execution=replace(execution, threads=1))
         started = (
@@ -71,13 +74,14 @@ class RunContext:
     root: Path
     execution: Execution
     data_root: Path | None
+    make: Callable[..., dict[str, Any]] | None = None
 
     def run(self, spec: RunSpec, listener: Listener, wait: bool) -> Outcome:
         """Make one run. An error of the run is its outcome; an error that would meet the next run as well (a stop
         request, missing data, no such device, a full disk) is raised.
         """
         try:
-            result = run(
+            result = (self.make or run)(
                 spec,
                 Store(self.root),
                 execution=self.execution,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from memnorm.errors import NothingToRecord
 from memnorm.lab import checkpoint, environment
 from memnorm.lab.arms import registered
-from memnorm.lab.data import Data, epoch_length
+from memnorm.lab.data import Data, Source, epoch_length
 from memnorm.lab.disk import replacing
 from memnorm.lab.errors import Interrupted, LabError, UsageError
 from memnorm.lab.listen import Listener
@@ -38,6 +38,8 @@ from memnorm.lab.training import (
     sources,
 )
 
+Probe = Callable[[Training, Source, int], dict[str, float]]
+
 
 def run(
     spec: RunSpec,
@@ -47,8 +49,13 @@ def run(
     data_root: Path | None = None,
     listener: Listener | None = None,
     wait: bool = False,
+    probe: Probe | None = None,
 ) -> dict[str, Any]:
-    """Train, or resume training, and return the result; a finished run is not repeated."""
+    """Train, or resume training, and return the result; a finished run is not repeated.
+
+    `probe(training, training images, iteration)` is called at each evaluation; the numbers that it returns join the
+    line of metrics. It must leave the training as it was. For runs in one process.
+    """
     execution, listener = execution or Execution(), listener or Listener()
     folder = store.run(spec)
     done = folder.result()
@@ -59,16 +66,24 @@ def run(
         raise UsageError(reason)
     data = load_data(spec, data_root)
     if not is_first():  # rank 0 writes the record
-        return _Run(spec, SilentRunFolder(folder.path, spec), execution, data, listener).train()
+        return _Run(spec, SilentRunFolder(folder.path, spec), execution, data, listener, probe).train()
     with folder.held(wait):
         done = folder.result()  # another process may have finished it while this one waited
-        return done or _Run(spec, folder, execution, data, listener).train()
+        return done or _Run(spec, folder, execution, data, listener, probe).train()
 
 
 class _Run:
-    def __init__(self, spec: RunSpec, folder: RunFolder, execution: Execution, data: Data, listener: Listener) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        folder: RunFolder,
+        execution: Execution,
+        data: Data,
+        listener: Listener,
+        probe: Probe | None = None,
+    ) -> None:
         self.spec, self.folder, self.execution, self.listener = spec, folder, execution, listener
-        self.data = data
+        self.data, self.probe = data, probe
         self.train_source, self.test_source = sources(spec, data)
         self.recalibration_source = recalibration_source(spec, data)
         self.threads, self.device = set_threads(execution), choose_device(execution.device)
@@ -173,6 +188,7 @@ class _Run:
             "images_per_second": round(tally.images / max(seconds, 1e-9), 2),
             "step_ms": round(1000 * seconds / steps, 3),
             "peak_memory_mb": self.peak.read(),
+            **(self.probe(training, self.train_source, self.iteration) if self.probe else {}),
         }
         line = self.group.broadcast(line)
         training.tally = Tally()
