@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.utils import parametrize
 
-from memnorm import frozen as frozen_norms
 from memnorm import norms, selection
 from memnorm.distributed import keep_local, unkeep_local
 from memnorm.errors import DTypeError, NothingToConvert, OptionError, check_module, warn
+from memnorm.frozen import is_frozen, reason_to_keep
 from memnorm.layers import MemorizedBatchNorm, Recording
 from memnorm.modules import replace_modules
 from memnorm.norms.base import RunningNorm, behind, has_activation
@@ -72,17 +72,7 @@ def convert(
         options: for "two_way": `decay`, `strength`, `warmup`, `center`, `sync`; for "mbn": `memory_size`, `decay`,
             `strength`, `prior_weight`, `prior_from_init`, `sync`; for others, see their page in `docs/norms/`.
     """
-    check_module(model, "convert")
-    refuse_wrapped(model, "convert")
-    if not (isinstance(norm, str) or callable(norm)):
-        raise OptionError(f"convert: norm must be a name or a function (num_features, **options); got {norm!r}")
-    if not isinstance(frozen, str) or frozen not in ("keep", "convert"):
-        raise OptionError(f"convert: frozen must be 'keep' or 'convert'; got {frozen!r}")
-    entry = norms.get(norm) if isinstance(norm, str) else None
-    build = _from_factory(norm) if callable(norm) else norms.get(norm).replace
-    reason = entry.refuse(model) if entry and entry.refuse else None
-    if reason:
-        raise OptionError(f"convert: norm {norm!r} cannot be put into {type(model).__name__}: {reason}")
+    entry = _checked_entry(model, norm, frozen)
     found = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) or _is_similar(layer)
     }
@@ -92,27 +82,19 @@ def convert(
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     if len(skipped) == len(wanted):
         raise NothingToConvert(_nothing_to_convert(model, skipped, left_out))
-    if entry and entry.refuse and any(frozen_norms.is_frozen(wanted[name]) for name in wanted.keys() - skipped):
-        raise OptionError(
-            f"convert: norm {norm!r} cannot replace frozen layers at once. Make them batch norms first: "
-            f'convert(convert(model, "bn", frozen="convert"), {norm!r})'
-        )
-    _check_options(norm, entry.replace if entry else norm, options)
-    new = {layer: build(original(layer, norm), **options) for name, layer in wanted.items() if name not in skipped}
-    for replacement in new.values():
-        if not isinstance(replacement, nn.Module):
-            raise DTypeError(f"convert: {_described(norm)} must return a torch.nn.Module; it returned {replacement!r}")
+    new = _replacements([layer for name, layer in wanted.items() if name not in skipped], norm, entry, options)
     undo_surgery(model)
     unkeep_local(model)
     if skipped:
         warn(f"convert skipped: {_listing(skipped)}")
-    selection.mark(found, left_out)
     converted = replace_modules(model, new)
+    kept = {found[name]: reason for name, reason in left_out.items()}
+    selection.mark(converted, kept)
     keep_local(converted)
     unwatch_saving(converted)
-    if converted not in new.values() and any(isinstance(layer, Recording) for layer in new.values()):
+    if converted not in new.values() and any(isinstance(layer, Recording) for layer in converted.modules()):
         watch_saving(converted)
-    for other in _norms_of([found[name] for name in left_out]):
+    for other in _norms_of(kept):
         if other is not entry and other.settle and other.surgery:
             other.surgery(converted, {})
     if entry and entry.surgery:
@@ -120,8 +102,42 @@ def convert(
     return converted
 
 
-def _norms_of(layers: Sequence[nn.Module]) -> list[norms.Norm]:
+def _checked_entry(model: nn.Module, norm: Any, frozen: Any) -> norms.Norm | None:
+    """Check the arguments of `convert`. Return the registry entry of the norm, or None for a factory."""
+    check_module(model, "convert")
+    refuse_wrapped(model, "convert")
+    if not (isinstance(norm, str) or callable(norm)):
+        raise OptionError(f"convert: norm must be a name or a function (num_features, **options); got {norm!r}")
+    if not isinstance(frozen, str) or frozen not in ("keep", "convert"):
+        raise OptionError(f"convert: frozen must be 'keep' or 'convert'; got {frozen!r}")
+    entry = norms.get(norm) if isinstance(norm, str) else None
+    reason = entry.refuse(model) if entry and entry.refuse else None
+    if reason:
+        raise OptionError(f"convert: norm {norm!r} cannot be put into {type(model).__name__}: {reason}")
+    return entry
+
+
+def _replacements(
+    layers: Sequence[nn.Module], norm: Any, entry: norms.Norm | None, options: dict[str, Any]
+) -> dict[nn.Module, nn.Module]:
+    """The new layer for each of these."""
+    if entry and entry.refuse and any(map(is_frozen, layers)):  # `refuse` has not seen them
+        raise OptionError(
+            f"convert: norm {norm!r} cannot replace frozen layers at once. Make them batch norms first: "
+            f'convert(convert(model, "bn", frozen="convert"), {norm!r})'
+        )
+    _check_options(norm, entry.replace if entry else norm, options)
+    build = entry.replace if entry else _from_factory(norm)
+    new = {layer: build(original(layer, norm), **options) for layer in layers}
+    for replacement in new.values():
+        if not isinstance(replacement, nn.Module):
+            raise DTypeError(f"convert: {_described(norm)} must return a torch.nn.Module; it returned {replacement!r}")
+    return new
+
+
+def _norms_of(layers: Iterable[nn.Module]) -> list[norms.Norm]:
     """The entries of the registry that these layers belong to."""
+    layers = list(layers)
     names = {layer.norm for layer in layers if isinstance(layer, MemorizedBatchNorm)}
     classes = [type(layer) for layer in layers if isinstance(layer, RunningNorm)]
     entries = map(norms.get, norms.available())
@@ -154,8 +170,8 @@ def _reason_to_skip(layer: nn.Module, frozen: str = "keep") -> str | None:
         return None
     if isinstance(layer, torch.jit.ScriptModule):
         return "scripted; convert before torch.jit.script"
-    if frozen_norms.is_frozen(layer):
-        return frozen_norms.reason_to_keep(layer) or (FROZEN if frozen == "keep" else None)
+    if is_frozen(layer):
+        return reason_to_keep(layer) or (FROZEN if frozen == "keep" else None)
     if not isinstance(layer, _BatchNorm):
         return f"{type(layer).__name__} is not torch's batch norm: frozen statistics, or its own forward"
     if isinstance(layer, _LazyNormBase):
@@ -221,15 +237,14 @@ def _nothing_to_convert(model: nn.Module, skipped: dict[str, str], left_out: dic
 
 
 def _listing(reasons: dict[str, str], limit: int = 8) -> str:
-    frozen = [name for name, reason in reasons.items() if reason == FROZEN]
+    frozen = [name or "the model itself" for name, reason in reasons.items() if reason == FROZEN]
     lines = [f"{name or 'the model itself'} ({reason})" for name, reason in reasons.items() if reason != FROZEN]
     more = f" and {len(lines) - limit} more (memnorm.summary lists them)" if len(lines) > limit else ""
+    lines = lines[:limit]
     if frozen:
-        first = frozen[0] or "the model itself"
-        layers = f"1 frozen layer, {first}" if len(frozen) == 1 else f"{len(frozen)} frozen layers, such as {first}"
-        lines.insert(0, f'{layers} (convert(model, frozen="convert") makes them trainable)')
-        limit += 1
-    return "; ".join(lines[:limit]) + more
+        layers = f"{len(frozen)} frozen layers, such as" if len(frozen) > 1 else "1 frozen layer,"
+        lines.insert(0, f'{layers} {frozen[0]} (convert(model, frozen="convert") makes them trainable)')
+    return "; ".join(lines) + more
 
 
 @dataclass(frozen=True)
@@ -268,17 +283,16 @@ def summary(model: nn.Module) -> Summary:
     for name, module in model.named_modules():
         is_norm = isinstance(module, _BatchNorm) or _is_similar(module) or "Norm" in type(module).__name__
         if is_norm:
-            channels = next(
-                (
-                    getattr(module, n)
-                    for n in ("num_features", "num_channels")
-                    if isinstance(getattr(module, n, None), int)
-                ),
-                None,
-            )
             mode = "train" if module.training else "eval"
-            rows.append(NormLayer(name, type(module).__name__, channels, mode, _note(module)))
+            rows.append(NormLayer(name, type(module).__name__, _channels(module), mode, _note(module)))
     return Summary(tuple(rows))
+
+
+def _channels(module: nn.Module) -> int | None:
+    if is_frozen(module):
+        return len(module.get_buffer("running_mean"))
+    named = (getattr(module, name, None) for name in ("num_features", "num_channels"))
+    return next((one for one in named if isinstance(one, int)), None)
 
 
 def _note(layer: nn.Module) -> str:

@@ -21,26 +21,30 @@ LEFT_OUT = "_memnorm_left_out"  # attribute of a norm that the rules left out: t
 
 
 def left_out(
-    model: nn.Module, norms: Mapping[str, nn.Module], include: Rule | Sequence[Rule] | None, exclude: Any
+    model: nn.Module,
+    norms: Mapping[str, nn.Module],
+    include: Rule | Sequence[Rule] | None,
+    exclude: Rule | Sequence[Rule] | None,
 ) -> dict[str, str]:
     """The norms that the rules leave out, with the reason. `norms` are the norms of `model` by name."""
     reasons: dict[str, str] = {}
     if include is not None:
-        rules, included = _rules("include", include), _matched("include", model, norms, include)
+        rules = _rules("include", include)
+        included = _matched("include", model, norms, rules)
         because = f"not in include={', '.join(map(_described, rules)) or []}"
         reasons |= {name: because for name in norms if name not in included}
     if exclude is not None:
-        excluded = _matched("exclude", model, norms, exclude)
+        excluded = _matched("exclude", model, norms, _rules("exclude", exclude))
         reasons |= {name: f"exclude={_described(rule)}" for name, rule in excluded.items()}
     return reasons
 
 
-def mark(norms: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> None:
-    """Let each norm carry the reason why it was left out, for `memnorm.summary`, or none."""
-    for name, layer in norms.items():
-        vars(layer).pop(LEFT_OUT, None)
-        if name in reasons:
-            vars(layer)[LEFT_OUT] = reasons[name]
+def mark(model: nn.Module, reasons: Mapping[nn.Module, str]) -> None:
+    """Let these modules carry the reason why they were left out, for `memnorm.summary`, and no others."""
+    for module in model.modules():
+        vars(module).pop(LEFT_OUT, None)
+        if module in reasons:
+            vars(module)[LEFT_OUT] = reasons[module]
 
 
 def _rules(option: str, given: Any) -> list[Rule]:
@@ -54,10 +58,10 @@ def _rules(option: str, given: Any) -> list[Rule]:
     return rules
 
 
-def _matched(option: str, model: nn.Module, norms: Mapping[str, nn.Module], given: Any) -> dict[str, Rule]:
+def _matched(option: str, model: nn.Module, norms: Mapping[str, nn.Module], rules: list[Rule]) -> dict[str, Rule]:
     """The norms that match, each with its first rule. A name, pattern or class that matches none is an error."""
     around, found = _around(model, norms), {}
-    for rule in _rules(option, given):
+    for rule in rules:
         names = [name for name, layer in norms.items() if _matches(rule, name, layer, around[name])]
         if not names and (isinstance(rule, (str, type)) or option == "include"):
             raise OptionError(_no_match(option, rule, model, norms, around))

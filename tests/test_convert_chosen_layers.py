@@ -182,6 +182,7 @@ def test_the_next_conversion_decides_again():
     memnorm.convert(model, exclude="head")
     assert notes(model)["head.0"].startswith("remembers")
     assert isinstance(model["neck"], MemorizedBatchNorm)
+    assert not [key for key in vars(model["neck"]) if "left_out" in key]
     assert notes(memnorm.to_batchnorm(model))["neck"] == "plain, can be converted"
 
 
@@ -198,7 +199,18 @@ def test_an_excluded_sync_batch_norm_is_saved_without_a_warning():
         model.state_dict()
 
 
+def test_a_summary_shows_the_channels_of_a_frozen_layer():
+    assert [row.channels for row in memnorm.summary(nn.Sequential(FrozenBatchNorm2d(3))).layers] == [3]
+
+
 # Two norms in one model
+
+
+def test_replaced_layers_are_still_reported_when_another_part_has_a_norm_without_memory():
+    net = memnorm.convert(memnorm.convert(small_net(), include="1"), "group", include="4")
+    stripped = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    with pytest.warns(memnorm.MemnormWarning, match="came after memnorm.convert"):
+        stripped.state_dict()
 
 
 def test_layers_of_another_norm_stay_with_what_belongs_to_it():
