@@ -72,13 +72,13 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Norms that are something else than batch norm in eval mode ("frn", "weight_norm", "online", …) raise an error.
     """
     check_module(model, "plain_state_dict")
-    layers = _converted_layers(model, "plain_state_dict")
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         if isinstance(module, BatchFreeNorm):
             raise OptionError(
                 f"plain_state_dict: {name or 'the model'} is {type(module).__name__}, which batch norm cannot replace"
             )
+    layers = _converted_layers(model, "plain_state_dict")
     state, shortened = _without_wrappers(model.state_dict(), modules)
     converted = set(layers.values())
     for name, module in modules.items():
@@ -101,9 +101,9 @@ def _make_plain(state: Any, prefix: str, layer: Any) -> None:
             state[prefix + name] = state[prefix + name].to(layer._plain_dtype)
     eps = vars(layer).get(frozen.ORIGINAL_EPS)
     if eps is not None:
-        weight = frozen.rescaled(state[f"{prefix}weight"], layer.running_var, layer.eps, eps)
-        state[f"{prefix}weight"] = weight
-        state.pop(f"{prefix}num_batches_tracked")
+        weight = state[f"{prefix}weight"]
+        state[f"{prefix}weight"] = frozen.rescaled(weight, layer.running_var, layer.eps, eps)
+        state.pop(f"{prefix}num_batches_tracked", None)
         state._metadata.pop(prefix[:-1], None)  # without a version, batch norm does not ask for that counter
 
 
