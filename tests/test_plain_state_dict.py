@@ -189,9 +189,10 @@ def test_a_frozen_network_loads_it_and_computes_the_same(name, eps):
         return small_net(lambda channels: FrozenBatchNorm2d(channels, eps))
 
     model = trained(memnorm.convert(build(), name, frozen="convert"))
+    model[1].running_var[0] = 1e-6  # where eps matters
     plain = reloaded(model, build())
     x = images(5, seed=9)
-    torch.testing.assert_close(evaluated(plain, x), evaluated(model, x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(evaluated(plain, x), evaluated(model, x), rtol=1e-4, atol=1e-4)
 
 
 class StrictFrozenBatchNorm2d(FrozenBatchNorm2d):
