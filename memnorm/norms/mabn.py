@@ -245,7 +245,7 @@ def centre_weights(model: nn.Module, _options: Mapping[str, Any] | None = None) 
 def settle_weights(model: nn.Module) -> None:
     """Undo `centre_weights`: the centred weights become ordinary parameters."""
     for module in model.modules():
-        if _is_centred(module):
+        if is_centred(module):
             # Torch takes the weight's property away from the class, which a deepcopy of the module shares.
             shared = type(module)
             module.__class__ = type(shared.__name__, shared.__bases__, dict(vars(shared)))
@@ -253,13 +253,13 @@ def settle_weights(model: nn.Module) -> None:
 
 
 def _centre(layer: Any) -> None:
-    if _is_centred(layer) or layer.weight.numel() == outputs_of(layer):  # one weight per output: nothing would be left
+    if is_centred(layer) or layer.weight.numel() == outputs_of(layer):  # one weight per output: nothing would be left
         return
     parametrize.register_parametrization(layer, "weight", Centred(layer))
     layer._register_load_state_dict_pre_hook(_accept_plain_weight)
 
 
-def _is_centred(layer: nn.Module) -> bool:
+def is_centred(layer: nn.Module) -> bool:
     if not parametrize.is_parametrized(layer, "weight"):
         return False
     return any(isinstance(one, Centred) for one in layer.parametrizations["weight"])  # type: ignore[index]
