@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memnorm.lab.comparison import Comparison, compare, groups_of
+from memnorm.lab.errors import LabError
 from memnorm.lab.listen import Outcome
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store, StoredRun
@@ -69,12 +70,16 @@ def run_experiment(
     rates = choose_rates(run_all(experiment.trials())) if experiment.rates else {}
     outcomes = run_all(experiment.runs(rates))
     failures = [(one.spec.name, one.message) for one in outcomes if one.status == "failed"]
-    return compare(groups_of(_stored(store, outcome) for outcome in outcomes), failures), rates
-
-
-def _stored(store: Store, outcome: Outcome) -> StoredRun:
-    folder = store.run(outcome.spec)
-    return StoredRun(folder.path, outcome.spec, folder.metrics(), outcome.result, folder.sessions())
+    runs = []
+    for outcome in outcomes:
+        folder, result = store.run(outcome.spec), outcome.result
+        try:
+            lines = folder.metrics()
+        except LabError as error:
+            failures.append((outcome.spec.name, str(error)))
+            lines, result = [], None
+        runs.append(StoredRun(folder.path, outcome.spec, lines, result, folder.sessions()))
+    return compare(groups_of(runs), failures), rates
 
 
 def choose_rates(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], float]:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -22,6 +23,7 @@ from memnorm.lab.errors import UsageError
 
 MEMORY_NORMS = ("mbn",)  # those with a strength λ
 LARGEST_FLOAT = 3.4e38  # of float32, nearly
+DEEPEST = 20  # levels of values in a YAML file
 LARGEST_INT = 2**63 - 1  # torch's; a larger one may overflow in arithmetic with floats
 RESERVED_OPTIONS = {  # arguments that the run sets itself
     "model_options": ("name", "classes", "image_shape", "norm_layer"),
@@ -153,11 +155,7 @@ class RunSpec:
 
     @classmethod
     def from_yaml(cls, text: str) -> RunSpec:
-        try:
-            values = yaml.load(text, _Loader)
-        except Exception as error:  # it raises more than YAMLError: on a date that is none, on deep nesting
-            raise UsageError(f"not a YAML file: {error}") from error
-        return cls.from_dict(values)
+        return cls.from_dict(parse_yaml(text, yaml.safe_load))
 
 
 @dataclass(frozen=True)
@@ -179,13 +177,19 @@ class Execution:
                 raise UsageError(f"{name} must not be negative; got {getattr(self, name)}")
 
 
-class _Loader(yaml.SafeLoader):
-    """Without aliases: a few of them stand for a mapping that fills the memory, and a specification needs none."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"a specification has no aliases; got *{self.peek_event().anchor}")
-        return super().compose_node(parent, index)
+def parse_yaml(text: str, load: Callable[[str], Any]) -> Any:
+    """`load(text)` for a text without aliases, of which a few can fill the memory, and without deep nesting."""
+    depth = 0
+    try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise yaml.YAMLError(f"aliases are not allowed; got *{event.anchor}")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise yaml.YAMLError(f"values are nested more than {DEEPEST} levels deep")
+        return load(text)
+    except Exception as error:  # it raises more than YAMLError, for example on an impossible date
+        raise UsageError(f"not a YAML file: {error}") from error
 
 
 def arm_name(norm: str, scheme: str) -> str:

@@ -59,6 +59,8 @@ class Store:
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
         self.problems: list[str] = []
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError(f"{self.root} is a file; runs are kept in a folder")
 
     def run(self, spec: RunSpec) -> RunFolder:
         return RunFolder(self.root / spec.name, spec)
@@ -161,6 +163,8 @@ class RunFolder:
             text = _read_text(self.path / "metrics.jsonl", errors="replace")
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise LabError(f"its metrics cannot be read ({error}); delete its folder to run again") from error
         lines = []
         for line in text.splitlines():
             with contextlib.suppress(*NOT_JSON):
@@ -259,10 +263,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def check_root(root: Path) -> Path:
-    """Check that runs can be kept in this folder."""
-    if root.exists() and not root.is_dir():
-        raise UsageError(f"{root} is a file; runs are kept in a folder")
-    return root

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -59,12 +60,6 @@ def test_help_shows_a_default_as_one_would_write_it(call):
     assert "or one constant (default: 0.1,0.5,0.9)" in out
     assert "the same for every norm (default: 0)" in out
     assert "augment the training images (default: true)" in out
-
-
-@pytest.mark.parametrize("flag", ["--list", "--dry-run"])
-def test_help_says_that_a_listing_times_steps(call, flag):
-    out = " ".join(call("reproduce", "--help")[1].split())
-    assert re.search(rf"{flag} show the [\w ]+; makes no run, but times a few steps of each kind", out)
 
 
 def test_lists_of_numbers_are_written_with_commas(call):
@@ -275,6 +270,32 @@ def test_report_of_an_empty_store_says_which_command_makes_runs(call):
     code, _, err = call("report")
     assert code == 2
     assert "memnorm train" in err
+
+
+def test_report_reads_a_comma_list_of_folders(call, tmp_path):
+    for folder, seed in (("here", "0"), ("there", "1")):
+        call("train", *QUICK, "--runs", folder, "--seed", seed)
+    assert call("report", "--runs", "here,there", "--out", "out")[0] == 0
+    assert len((tmp_path / "out/csv/runs.csv").read_text().splitlines()) == 3
+
+
+ALIAS_BOMB = "a: &a [x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in pairwise("abcdefghijklm")
+)
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(ALIAS_BOMB, "aliases"), (f"model: {'[' * 5000}{']' * 5000}", "nested")],
+    ids=["aliases", "deep"],
+)
+def test_a_hostile_config_file_is_refused(call, tmp_path, command, text, reason):
+    (tmp_path / "run.yaml").write_text(text)
+    code, _, err = call(command, "--config", "run.yaml")
+    assert code == 2
+    assert reason in err
+    assert len(err) < 1000
 
 
 def test_report_lists_what_it_wrote(call, tmp_path):

@@ -1,6 +1,7 @@
 """`memnorm compare` and `memnorm reproduce`: many runs from the command line."""
 
 import json
+import os
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.lab import result_of
 from memnorm import norms
 from memnorm.lab import checkpoint
 from memnorm.lab.tables import TABLES
+from memnorm.lab.training import Training
 
 COMPARE = ["compare", "--batch-sizes", "2,4", "--epochs", "0.02", "--test-images", "50", "--threads", "1"]
 
@@ -69,29 +71,52 @@ def test_wrong_usage_of_compare_exits_with_2(call, words, message):
     assert message in err
 
 
-def test_reproduce_list_shows_cells_with_the_paper_s_number_status_and_time(call):
-    code, out, _ = call("reproduce", "small-batch", "cifar10", "--scale", "smoke", "--list", "--threads", "1")
+@pytest.mark.parametrize("kind", ["pipe", "endless device"])
+def test_compare_leaves_out_a_run_whose_metrics_are_no_file(call, tmp_path, kind):
+    words = [*COMPARE, "--norms", "bn", "--seeds", "2", "--json"]
+    result_of(call(*words))
+    path = min(tmp_path.glob("runs/*-b2-s1-*/metrics.jsonl"))
+    path.unlink()
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    code, out, err = call(*words)
+    found = json.loads(out)
+    assert code == 1
+    assert [(row["n"], row["failed"]) for row in found["rows"]] == [(1, 1), (2, 0)]
+    assert "not a regular file" in found["failed"][0]["message"]
+    assert "Traceback" not in err
+
+
+@pytest.fixture
+def no_steps(monkeypatch):
+    def refuse(*_arguments):
+        raise AssertionError("a network was trained")
+
+    monkeypatch.setattr(Training, "__init__", refuse)
+
+
+def test_reproduce_list_shows_cells_with_the_paper_s_number_and_runs_nothing(call, tmp_path, no_steps):
+    code, out, _ = call("reproduce", "small-batch", "cifar10", "--list")
     assert code == 0
-    assert re.search(r"small-batch +8/MBN +15\.37 +.*to do", out)
-    assert re.search(r"cifar10 +BRN/ResNet-20 +8\.18 +.*to do", out)
+    assert re.search(r"small-batch +8/MBN +15\.37 +7,820 +to do", out)
+    assert re.search(r"cifar10 +BRN/ResNet-20 +8\.18 +7,820 +to do", out)
     assert re.search(r"cifar10 +NormProp/ResNet-20 .*does not apply", out)
+    assert not (tmp_path / "runs").exists()
 
 
-def test_reproduce_dry_run_shows_the_queue_and_runs_nothing(call, tmp_path):
-    code, out, _ = call("reproduce", "memory-size", "--scale", "smoke", "--dry-run", "--threads", "1")
+def test_reproduce_dry_run_shows_the_queue_and_runs_nothing(call, tmp_path, no_steps):
+    code, out, _ = call("reproduce", "memory-size", "--scale", "smoke", "--dry-run")
     assert code == 0
     assert "3 runs to do" in out
     assert not (tmp_path / "runs").exists()
 
 
-def test_reproduce_dry_run_counts_what_is_left_of_a_run_that_was_begun(call, tmp_path):
-    words = ["reproduce", "memory-size", "--scale", "smoke", "--only", "10/*", "--dry-run", "--json", "--threads", "1"]
+def test_reproduce_dry_run_shows_how_far_a_run_came(call, tmp_path, no_steps):
+    words = ["reproduce", "memory-size", "--scale", "smoke", "--only", "10/*", "--dry-run", "--json"]
     (whole,) = json.loads(call(*words)[1])
     folder = tmp_path / "runs" / whole["run"]
     folder.mkdir(parents=True)
-    checkpoint.save(folder, 1, {})  # of 2
-    (left,) = json.loads(call(*words)[1])
-    assert left["seconds"] == pytest.approx(whole["seconds"] / 2)
+    checkpoint.save(folder, 1, {})
+    assert json.loads(call(*words)[1]) == [{**whole, "iterations": 2, "done": 1}]
 
 
 def test_reproduce_runs_the_chosen_cells_skips_them_the_second_time_and_reports(call, tmp_path):

@@ -12,7 +12,7 @@ from helpers.lab import end, on_a_small_disk, python
 
 from memnorm.lab.errors import LabError, RunHeld, UsageError
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.store import RunFolder, Store, check_root, finite
+from memnorm.lab.store import RunFolder, Store, finite
 
 SPEC = RunSpec(model="small", data="digits", iterations=1)
 LINE = {"iteration": 1, "test_error": 50.0}
@@ -62,8 +62,7 @@ def test_a_store_that_is_not_there_holds_no_runs(tmp_path):
 def test_a_file_cannot_hold_runs(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is a file; runs are kept in a folder"):
-        check_root(tmp_path / "file")
-    assert check_root(tmp_path / "new") == tmp_path / "new"
+        Store(tmp_path / "file")
 
 
 def test_the_folder_of_a_run_is_named_by_its_specification(store):
@@ -252,7 +251,8 @@ def test_measurements_that_are_no_file_are_a_problem(store, folder):
     (folder.path / "metrics.jsonl").unlink()
     os.mkfifo(folder.path / "metrics.jsonl")
     assert store.runs() == []
-    assert store.problems == [f"{SPEC.name}: {folder.path / 'metrics.jsonl'} is not a regular file"]
+    (problem,) = store.problems
+    assert problem.startswith(f"{SPEC.name}: its metrics cannot be read")
 
 
 HOLD = """

@@ -12,10 +12,12 @@ from typing import Any, TypeVar, get_origin
 import jsonargparse
 
 from memnorm.lab.errors import UsageError
-from memnorm.lab.spec import hints
-from memnorm.lab.store import check_root
+from memnorm.lab.spec import hints, parse_yaml
 
 TRUST = "--trust-config"
+jsonargparse.set_loader(
+    "memnorm", lambda text: parse_yaml(text, jsonargparse.get_loader("yaml")), exceptions=(UsageError,)
+)
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 
@@ -40,6 +42,7 @@ def parser(command: str, what: str, examples: str, positional: str = "") -> json
         description=f"{what}\n\n{examples.strip()}",
         formatter_class=Formatter,
         print_config="--print-%s",
+        parser_mode="memnorm",
     )
     made.allow_abbrev = False
     return made
@@ -96,9 +99,6 @@ def add_places(target: Any) -> None:
 def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:
     arguments = made.parse_args(words)
     _check_trust(arguments, words)
-    runs = getattr(arguments, "runs", [])
-    for root in runs if isinstance(runs, list) else [runs]:
-        check_root(root)
     return arguments
 
 
