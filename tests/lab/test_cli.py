@@ -159,7 +159,7 @@ def test_underscores_in_flags_are_as_good_as_dashes(call):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--batch-size", "x"], "batch_size"),
+        (["--batch-size", "x"], "Expected a whole number. Got value: x"),
         (["--batch-size", "0"], "batch_size must be at least 1; got 0"),
         (["--batchsize", "4"], "--batchsize"),
         (["--norm", "foo"], "there is no norm 'foo'"),
@@ -333,6 +333,16 @@ def test_verify_of_missing_data_exits_with_1_and_names_the_files(call):
     assert code == 1
     assert "data_batch_1" in out
     assert "digits: all well" in out
+
+
+def test_a_loop_of_links_is_skipped_with_a_sentence(tmp_path):
+    (tmp_path / "images/train/a").mkdir(parents=True)
+    (tmp_path / "images/val").mkdir()
+    (tmp_path / "images/train/a/loop.png").symlink_to("loop.png")
+    command = [sys.executable, "-m", "memnorm.lab", "data", "verify", "images"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.stderr.startswith("memnorm: skipped 'images/train/a/loop.png'")
+    assert result.returncode == 1
 
 
 def test_info_tells_versions_threads_kernels_and_data_root(call, tmp_path):
