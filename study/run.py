@@ -11,7 +11,7 @@ from memnorm.lab.console import watching
 from memnorm.lab.disk import append_line
 from memnorm.lab.errors import UsageError
 from memnorm.lab.grid import run_all
-from memnorm.lab.listen import GridListener, Outcome, Together
+from memnorm.lab.listen import Listener, Outcome, relay
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
 from study.studies import STUDIES
@@ -36,7 +36,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-class Recorder(GridListener):
+class Recorder(Listener):
     """Adds a line to the study's file when a run ends."""
 
     def __init__(self, name: str, store: Store) -> None:
@@ -82,7 +82,7 @@ def main() -> None:
                 execution=Execution(threads=1, channels_last=True, workers=0),
                 data_root=arguments.data_root,
                 jobs=arguments.jobs,
-                listener=Together(listener, Recorder(arguments.study, store)),
+                listener=relay(listener, Recorder(arguments.study, store)),
             )
         tried |= {spec.digest for spec in specs}
     left = len(missing(arguments.study))

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from memnorm.lab.listen import GridListener, Outcome
+from memnorm.lab.listen import Listener, Outcome
 from memnorm.lab.spec import RunSpec
 from memnorm.text import visible
 
@@ -45,7 +45,7 @@ def _plain(text: str) -> str:
 
 
 @contextlib.contextmanager
-def watching(runs: int) -> Iterator[GridListener]:
+def watching(runs: int) -> Iterator[Listener]:
     """ProgressBars if stderr is a terminal, else lines."""
     console = stderr()
     if not console.is_terminal:
@@ -62,7 +62,7 @@ def watching(runs: int) -> Iterator[GridListener]:
         yield ProgressBars(progress, runs)
 
 
-class ProgressBars(GridListener):
+class ProgressBars(Listener):
     """A bar for each run under way and one for all."""
 
     def __init__(self, progress: Progress, runs: int) -> None:
@@ -92,7 +92,7 @@ class ProgressBars(GridListener):
             self.progress.console.print(_plain(ending(outcome)))
 
 
-class LogLines(GridListener):
+class LogLines(Listener):
     """A line when a run begins or ends, and every half minute between."""
 
     def __init__(self, console: Console, runs: int) -> None:

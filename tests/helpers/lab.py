@@ -97,13 +97,13 @@ class Ear(Listener):
     def began(self, spec: RunSpec, iteration: int) -> None:
         self.heard.append(("began", iteration))
 
-    def stepped(self, iteration: int) -> None:
+    def stepped(self, spec: RunSpec, iteration: int) -> None:
         self.heard.append(("stepped", iteration))
 
-    def evaluated(self, line: dict[str, Any]) -> None:
+    def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
         self.heard.append(("evaluated", line["iteration"]))
 
-    def message(self, text: str) -> None:
+    def message(self, spec: RunSpec, text: str) -> None:
         self.heard.append(("message", text))
 
     def all(self, kind: str) -> list[Any]:
@@ -121,8 +121,8 @@ class Crasher(Ear):
         super().__init__()
         self.at = at
 
-    def stepped(self, iteration: int) -> None:
-        super().stepped(iteration)
+    def stepped(self, spec: RunSpec, iteration: int) -> None:
+        super().stepped(spec, iteration)
         if iteration == self.at:
             raise Crash
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from memnorm.lab.arms import parse_arm, registered
+from memnorm import norms
+from memnorm.lab.arms import parse_arm, unsupported
 from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.tables import unsupported
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,11 @@ def test_an_arm_that_is_none_is_refused_with_those_that_are(word):
 
 
 def test_double_forward_with_a_norm_that_records_nothing_is_refused():
-    silent = [name for name, records in registered().items() if not records]
+    silent = [name for name in norms.available() if not norms.get(name).records]
     assert silent
     for name in silent:
         with pytest.raises(UsageError, match=rf"{name}-2: Double-Forward needs a norm that .*{name}"):
             parse_arm(f"{name}-2")
-        assert f"{name!r} has none" in unsupported(RunSpec(norm=name, recalibrate=10), registered())
-    assert "nope" in unsupported(RunSpec(norm="nope"), registered())
-    assert unsupported(RunSpec(norm="mbn", scheme="double"), registered()) is None
+        assert f"{name!r} has none" in unsupported(RunSpec(norm=name, recalibrate=10))
+    assert "nope" in unsupported(RunSpec(norm="nope"))
+    assert unsupported(RunSpec(norm="mbn", scheme="double")) is None

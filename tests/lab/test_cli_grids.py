@@ -11,7 +11,7 @@ from helpers.lab import result_of
 
 from memnorm import norms
 from memnorm.lab import checkpoint
-from memnorm.lab.tables import TABLES
+from memnorm.lab.paper import TABLES
 from memnorm.lab.training import Training
 
 COMPARE = ["compare", "--batch-sizes", "2,4", "--epochs", "0.02", "--test-images", "50", "--threads", "1"]

@@ -53,7 +53,7 @@ def test_get_downloads_unpacks_and_removes_the_archive(site, tmp_path, monkeypat
     visible = [one.name for one in tmp_path.iterdir() if not one.name.startswith(".")]
     assert visible == ["cifar-10-batches-py"]
     assert data.verify("cifar10", tmp_path) == []
-    assert data.available()["cifar10"].present(tmp_path)
+    assert data.DATA_SETS["cifar10"].present(tmp_path)
 
 
 def test_get_asks_for_nothing_where_all_is_there(site, tmp_path, monkeypatch):
@@ -231,7 +231,7 @@ def test_imagenet_is_not_downloaded_and_the_message_says_where_it_comes_from(tmp
 def test_what_needs_no_files_is_always_there(tmp_path, name):
     data.get(name, tmp_path)
     assert data.verify(name, tmp_path) == []
-    assert data.available()[name].present(tmp_path)
+    assert data.DATA_SETS[name].present(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -35,7 +35,7 @@ def test_a_folder_gives_normalised_images_and_labels_by_class_name(root):
     assert (mine.classes, mine.shape, len(mine.train), len(mine.test)) == (2, (3, 16, 16), 8, 4)
     assert mine.train.labels.tolist() == [0] * 4 + [1] * 4
     assert mine.name == str(root)
-    assert "8 training and 4 test images at 16×16, 2 classes" in mine.about
+
     ((images, labels), *_) = every_batch(mine.test, seed=None)
     view = torch.tensor(pictures.evaluation_view(root / "val" / "bird" / "0.png", 16)).float()
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -54,7 +54,7 @@ def test_imagenet_is_the_folder_of_that_name_under_the_root(tmp_path):
     found = data.load("imagenet", tmp_path, image_size=8)
     assert (found.name, found.classes, found.shape) == ("imagenet", 3, (3, 8, 8))
     assert data.verify("imagenet", tmp_path) == []
-    assert data.available()["imagenet"].present(tmp_path)
+    assert data.DATA_SETS["imagenet"].present(tmp_path)
 
 
 @pytest.mark.parametrize("seed", [None, 5])

@@ -16,7 +16,7 @@ SPLITS = {"cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000), "fashion-mn
 
 @functools.lru_cache(maxsize=1)
 def real(name):
-    if not data.available()[name].present(data.default_root()):
+    if not data.DATA_SETS[name].present(data.default_root()):
         pytest.skip(f"{name} is not in {data.default_root()}")
     return data.load(name)
 

@@ -151,10 +151,10 @@ def test_steps_are_passed_on_no_more_often_than_an_eye_can_follow(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     sent = []
-    relay = Relay(tiny(iterations=100), lambda kind, spec, iteration: sent.append(iteration))
+    relay = Relay(lambda kind, spec, iteration: sent.append(iteration))
     for iteration in range(1, 101):
         now[0] += 0.03
-        relay.stepped(iteration)
+        relay.stepped(tiny(iterations=100), iteration)
     assert sent == [*range(1, 100, 7), 100] or sent == [*range(1, 101, 7), 100]
     assert sent[-1] == 100
 

@@ -27,9 +27,7 @@ HOSTILE = "pkg:<script>alert('x')</script>&\"`$x_1$"
 FORMULA = "=HYPERLINK(1)|[a](b)"
 VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
 CELL = tables.TABLES["cifar10"].cell("MBN", "ResNet-20")
-SECTION = report.Section(
-    "A <b>part</b> of the caller's", ["It says <i>this</i>."], [report.Grid("", ["a", "b"], [["=1", "<td>"]])]
-)
+SECTION = report.Section("A <b>part</b> of the caller's", ["It says <i>this</i>."], ["a", "b"], [["=1", "<td>"]])
 
 
 def fill(root, *, backwards=False):
@@ -71,7 +69,7 @@ def made_again(tmp_path_factory):
 import json, sys
 from memnorm.lab import report
 section = report.Section("A <b>part</b> of the caller's", ["It says <i>this</i>."],
-                         [report.Grid("", ["a", "b"], [["=1", "<td>"]])])
+                         ["a", "b"], [["=1", "<td>"]])
 report.write(report.collect(["runs"], title="A <title>", sections=[section]), "out")
 print(json.dumps(sorted(sys.modules)))
 """

@@ -4,8 +4,9 @@ from decimal import Decimal
 
 import pytest
 
+from memnorm.lab.paper import FIGURES, TABLES, Cell
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.tables import FIGURES, TABLES, Cell, select
+from memnorm.lab.tables import select
 
 # Typed from the paper, in its own rows and columns, and not from the package.
 GOLDEN = {

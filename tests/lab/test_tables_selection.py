@@ -3,8 +3,9 @@
 import pytest
 
 from memnorm.lab.errors import UsageError
+from memnorm.lab.paper import FIGURES, TABLES
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.tables import FIGURES, RULES, SCALES, TABLES, at_scale, places, select, unique_specs, unsupported
+from memnorm.lab.tables import RULES, SCALES, at_scale, select, unique_specs
 
 ALL = select(["all"])
 SPECS = unique_specs(ALL)
@@ -222,41 +223,3 @@ def test_seeds_multiply_the_runs_and_stand_side_by_side():
     assert [spec.seed for spec in specs] == [3, 4, 3, 4, 3, 4]
     assert specs[0].norm_options == specs[1].norm_options == {"memory_size": 10}
     assert all(spec.data == "synthetic" for spec in specs)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_places_finds_every_cell_and_curve_of_a_run(scale):
-    run = at_scale(table_spec("cifar10", "MBN", "ResNet-20"), scale)
-    assert keys(places(scale)[run.digest]) == [
-        "cifar10 MBN/ResNet-20",
-        "memory-size 20/ResNet-20",
-        "double-forward MBN-2/ResNet-20",
-        "double-forward ResNet-20 test/MBN-2",
-        "double-forward ResNet-20 train/MBN-2",
-        "convergence ResNet-20/MBN",
-    ]
-
-
-def test_places_leaves_out_what_has_no_run():
-    found = [item for items in places().values() for item in items]
-    assert len(found) == len(ALL) - 4
-
-
-@pytest.mark.parametrize(
-    ("norm", "scheme", "registered", "reason"),
-    [
-        ("bn", "single", {}, None),
-        ("mbn", "double", {"mbn": True}, None),
-        ("mbn", "single", {"mbn": True}, None),
-        ("bn", "double", {"mbn": True}, "records its statistics, and 'bn' does not"),
-        ("bn", "double", {"bn": True}, None),
-        ("bn", "double", {"bn": False}, "records"),
-        ("brn", "single", {"mbn": True}, "'brn' is not registered"),
-        ("brn", "double", {"brn": True}, None),
-        ("normprop", "single", {"normprop": False}, None),
-        ("normprop", "double", {"normprop": False}, "records"),
-    ],
-)
-def test_a_run_cannot_be_made_without_its_norm_or_without_what_double_forward_needs(norm, scheme, registered, reason):
-    answer = unsupported(RunSpec(norm=norm, scheme=scheme), registered)
-    assert answer is None if reason is None else reason in answer

@@ -23,11 +23,10 @@ from helpers.lab import (
 import memnorm
 from memnorm.errors import MemnormError
 from memnorm.lab import checkpoint
-from memnorm.lab.arms import registered
+from memnorm.lab.arms import unsupported
 from memnorm.lab.disk import explained
 from memnorm.lab.errors import LabError
 from memnorm.lab.runner import run
-from memnorm.lab.tables import unsupported
 
 pytestmark = pytest.mark.usefixtures("no_git")
 
@@ -56,8 +55,8 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(store, arm):
 @pytest.mark.parametrize("norm", memnorm.norms.available())
 def test_a_run_of_any_norm_is_bit_identical_to_an_uninterrupted_one(store, norm, scheme):
     spec = LONG.but(norm=norm, scheme=scheme)
-    if unsupported(spec, registered()):
-        pytest.skip(unsupported(spec, registered()))
+    if unsupported(spec):
+        pytest.skip(unsupported(spec))
     crash(spec, store, at=7)
     crash(spec, store, at=14)
     assert_ends_as_undisturbed(spec, store, began=13)

@@ -55,7 +55,7 @@ def gather(data_root: Path | None) -> dict[str, Any]:
         "kernels": environment.kernels(),
         "norms": memnorm.norms.available(),
         "data root": str(root),
-        "data present": [name for name, entry in data.available().items() if entry.present(root)],
+        "data present": [name for name, entry in data.DATA_SETS.items() if entry.present(root)],
     }
 
 

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from memnorm.lab import report
-from memnorm.lab.arms import registered
+from memnorm.lab.arms import unsupported
 from memnorm.lab.checkpoint import reached
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
 from memnorm.lab.console import stderr, watching
 from memnorm.lab.errors import FAILED, OK, LabError, UsageError
 from memnorm.lab.grid import run_all
+from memnorm.lab.paper import FIGURES, TABLES, Cell
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.tables import FIGURES, RULES, SCALES, TABLES, Cell, Item, at_scale, select, unique_specs, unsupported
+from memnorm.lab.tables import RULES, SCALES, Item, at_scale, select, unique_specs
 from memnorm.text import table
 
 EXAMPLES = """
@@ -88,7 +89,7 @@ def entry(item: Item, scale: str, seeds: Sequence[int]) -> Entry:
     if spec is None:
         return Entry(item, (), item.part.note if isinstance(item.part, Cell) else "does not apply")
     scaled = at_scale(spec, scale)
-    return Entry(item, tuple(scaled.but(seed=seed) for seed in seeds), unsupported(scaled, registered()))
+    return Entry(item, tuple(scaled.but(seed=seed) for seed in seeds), unsupported(scaled))
 
 
 def carry_out(
@@ -113,7 +114,7 @@ def carry_out(
             launcher=arguments.launcher,
             listener=listener,
         )
-    written = report.write(report.collect([arguments.runs], registered=registered()), arguments.out)
+    written = report.write(report.collect([arguments.runs]), arguments.out)
     if arguments.json:
         print(json.dumps([{"run": one.spec.name, "status": one.status, "message": one.message} for one in outcomes]))
     else:
