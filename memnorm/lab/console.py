@@ -30,10 +30,11 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-SETTINGS = ("strength", "every", "fraction", "learning_rate", "holdout")  # shown where they differ from the defaults
+SETTINGS = ("strength", "every", "fraction", "learning_rate", "holdout")
 
 
 def title(spec: RunSpec) -> str:
+    """The run for a bar or a log line, with the settings that differ from the defaults."""
     changed = {**spec.norm_options, **{name: spec.identity[name] for name in SETTINGS if name in spec.identity}}
     own = "".join(f" {name}={value}" for name, value in changed.items())
     return f"{spec.arm}{own} {spec.model} {spec.data} batch {spec.batch} seed {spec.seed}"

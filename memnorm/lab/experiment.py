@@ -51,16 +51,13 @@ class Experiment:
     def runs(self, rates: dict[tuple[str, int], float]) -> list[RunSpec]:
         """All runs, with the arms of a seed next to each other: a busy minute of the machine affects all arms."""
         return [
-            self.spec(arm, size, seed=seed, **rate)
+            self.spec(
+                arm, size, seed=seed, learning_rate=rates.get((RunSpec(**arm).arm, size), self.base.learning_rate)
+            )
             for seed in range(self.seeds)
             for size in self.batch_sizes
             for arm in self.arms
-            for rate in [_rate(rates, RunSpec(**arm).arm, size)]
         ]
-
-
-def _rate(rates: dict[tuple[str, int], float], arm: str, size: int) -> dict[str, float]:
-    return {"learning_rate": rates[arm, size]} if (arm, size) in rates else {}
 
 
 def run_experiment(

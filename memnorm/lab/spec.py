@@ -321,10 +321,7 @@ def _contradictions(spec: RunSpec) -> list[str]:
 
 
 _DEFAULTS = {
-    one.name: list(one.default)
-    if isinstance(one.default, tuple)
-    else {}
-    if one.default is dataclasses.MISSING
-    else one.default
+    one.name: list(one.default) if isinstance(one.default, tuple) else one.default
     for one in dataclasses.fields(RunSpec)
 }
+_DEFAULTS |= {name: {} for name in RESERVED_OPTIONS}

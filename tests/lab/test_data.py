@@ -1,8 +1,10 @@
-"""Data in memory: what the loaders give, hostile files, and augmentation against a literal loop."""
+"""Data in memory: what the loaders give, hostile files, augmentation against a literal loop, the order of images."""
 
 from __future__ import annotations
 
+import functools
 import gzip
+import itertools
 import os
 import pickle
 import struct
@@ -15,8 +17,7 @@ import torch
 from helpers.data import cifar_batch, registered, small_cifar10, write
 
 from memnorm.lab import data
-from memnorm.lab.data.builtin import NORMALIZATION
-from memnorm.lab.data.source import Augmentation, MemorySource, Normalization, crop
+from memnorm.lab.data.source import Augmentation, MemorySource, Normalization, crop, mix
 from memnorm.lab.errors import DataCorrupt, UsageError
 
 
@@ -60,12 +61,6 @@ def test_every_crop_up_to_the_borders_equals_a_literal_loop(padding, fill):
         torch.testing.assert_close(one, literal(image, padding, fill, *case), rtol=0, atol=0)
 
 
-def test_a_centred_crop_is_the_image_and_its_mirror_image_the_flip():
-    images = torch.randn(2, 3, 6, 6)
-    found = crop(images, 4, 0.0, torch.full((2, 2), 4), torch.tensor([False, True]))
-    assert torch.equal(found, torch.stack([images[0], images[1].flip(2)]))
-
-
 def test_the_padding_is_the_mean_colour():
     of = MemorySource(draw(300, 1, 2, 2).clamp(min=1), torch.zeros(300), Normalization((0.0,), (1.0,)), Augmentation(4))
     images, _ = batch(of, range(300), seed=1)
@@ -87,13 +82,6 @@ def test_every_shift_and_mirroring_comes_equally_often():
     kinds = torch.stack([centre, right]).T.unique(dim=0, return_counts=True)[1]
     assert len(kinds) == 18
     assert kinds.float().sub(500).abs().max() < 5 * 500**0.5
-
-
-def test_the_same_seed_gives_the_same_augmentation_and_another_one_another():
-    of = source()
-    first, again, other = (batch(of, range(20), seed)[0] for seed in (5, 5, 6))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_the_global_generator_is_left_alone():
@@ -272,11 +260,6 @@ def test_a_wrong_option_is_a_usage_error(name, options, words):
         data.load(name, **options)
 
 
-def test_every_data_set_in_memory_has_constants_for_its_channels():
-    channels = {"digits": 1, "cifar10": 3, "cifar100": 3, "fashion-mnist": 1}
-    assert {name: len(one.mean) for name, one in NORMALIZATION.items()} == channels
-
-
 class Calls:
     """An object whose pickle says: call this with that."""
 
@@ -334,3 +317,195 @@ def test_both_generations_of_numpy_are_read(module, protocol, tmp_path, monkeypa
     if protocol < 4:  # where names are not preceded by their length
         content = content.replace(b"numpy.core.multiarray", module).replace(b"numpy._core.multiarray", module)
     assert len(load_batch(content, tmp_path, monkeypatch).train) == 20
+
+
+SAMPLERS = ("shuffle", "few-classes", "sorted")
+EVEN = torch.arange(120).remainder(6)[torch.randperm(120, generator=torch.Generator().manual_seed(1))]
+UNEVEN = torch.cat([torch.full((count,), label) for label, count in enumerate((50, 3, 0, 21, 8, 1))])
+
+
+def epochs(labels, count=1, **settings):
+    """The batches of the first epochs, epoch by epoch."""
+    settings = {"sampler": "shuffle", "batch_size": 8, "seed": 0} | settings
+    known = {key: settings[key] for key in ("sampler", "batch_size", "classes_per_batch") if key in settings}
+    length = data.epoch_length(labels, **known)
+    plan = list(data.order(labels, iterations=count * length, **settings))
+    assert len(plan) == count * length
+    return [[indices for indices, _ in plan[start : start + length]] for start in range(0, len(plan), length)]
+
+
+@pytest.mark.parametrize("labels", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("batch_size", [1, 2, 8, 32])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_image_comes_once_per_epoch_in_batches_of_at_most_the_size(sampler, batch_size, labels):
+    for epoch in epochs(labels, 3, sampler=sampler, batch_size=batch_size):
+        assert torch.cat(epoch).sort().values.tolist() == list(range(len(labels)))
+        assert all(1 <= len(one) <= batch_size for one in epoch)
+
+
+@pytest.mark.parametrize("sampler", ["shuffle", "sorted"])
+def test_the_last_batch_of_an_epoch_is_kept(sampler):
+    (sizes,) = [[len(one) for one in epoch] for epoch in epochs(EVEN[:50], sampler=sampler)]
+    assert sizes == [8] * 6 + [2]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_epochs_differ_and_seeds_differ(sampler):
+    first, second = epochs(EVEN, 2, sampler=sampler)
+    (other,) = epochs(EVEN, sampler=sampler, seed=1)
+    assert not torch.equal(torch.cat(first), torch.cat(second))
+    assert not torch.equal(torch.cat(first), torch.cat(other))
+
+
+@pytest.mark.parametrize("start", [0, 1, 14, 15, 16, 37, 44])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_plan_begun_anywhere_is_the_rest_of_the_whole_plan(sampler, start):
+    settings = {"sampler": sampler, "batch_size": 8, "iterations": 45, "seed": 3}
+    whole = list(data.order(EVEN, **settings))
+    rest = list(data.order(EVEN, start=start, **settings))
+    assert len(rest) == 45 - start
+    for (indices, seed), (expected, expected_seed) in zip(rest, whole[start:], strict=True):
+        assert torch.equal(indices, expected)
+        assert seed == expected_seed
+
+
+def test_a_plan_does_not_touch_the_global_generator():
+    state = torch.get_rng_state()
+    epochs(EVEN, sampler="few-classes")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("labels", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize(("batch_size", "classes"), [(8, 1), (8, 2), (8, 4), (6, 3), (2, 2), (2, 4), (1, 3)])
+def test_few_classes_means_at_most_so_many_in_every_batch(labels, batch_size, classes):
+    for epoch in epochs(labels, 3, sampler="few-classes", batch_size=batch_size, classes_per_batch=classes):
+        assert max(len(labels[one].unique()) for one in epoch) <= classes
+
+
+def test_few_classes_fills_its_batches_evenly_where_the_classes_allow_it():
+    for epoch in epochs(EVEN, 3, sampler="few-classes", classes_per_batch=2):
+        for one in epoch:
+            assert EVEN[one].unique(return_counts=True)[1].tolist() == [4, 4]
+
+
+def test_few_classes_mixes_the_pairs_within_an_epoch():
+    (epoch,) = epochs(EVEN, sampler="few-classes", classes_per_batch=2, batch_size=2)
+    pairs = {tuple(sorted(EVEN[one].tolist())) for one in epoch}
+    assert len(pairs) > 6
+
+
+def test_the_sorted_sampler_finishes_one_class_before_the_next():
+    for epoch in epochs(UNEVEN, 3, sampler="sorted"):
+        runs = [label for label, _ in itertools.groupby(UNEVEN[torch.cat(epoch)].tolist())]
+        assert sorted(runs) == [0, 1, 3, 4, 5]
+
+
+def test_shuffle_draws_every_image_equally_often_in_the_first_batch():
+    labels = torch.zeros(10, dtype=torch.long)
+    counts = torch.zeros(10)
+    for seed in range(600):
+        indices, _ = next(data.order(labels, batch_size=5, iterations=1, seed=seed))
+        counts[indices] += 1
+    assert (counts - 300).abs().max() < 5 * 150**0.5
+
+
+def test_augmentation_seeds_are_all_different_and_not_shifted_between_runs():
+    seeds = {run: [seed for _, seed in data.order(EVEN, batch_size=8, iterations=500, seed=run)] for run in range(3)}
+    together = [seed for run in seeds.values() for seed in run]
+    assert len(set(together)) == 1500
+    assert all(0 <= seed < 2**63 for seed in together)
+
+
+def test_without_augmentation_there_are_no_seeds_and_the_order_is_the_same():
+    plain, augmented = (
+        list(data.order(EVEN, batch_size=8, iterations=20, seed=0, augment=augment)) for augment in (False, True)
+    )
+    assert {seed for _, seed in plain} == {None}
+    assert all(torch.equal(one, other) for (one, _), (other, _) in zip(plain, augmented, strict=True))
+
+
+def test_a_mixed_seed_is_fixed_forever():
+    assert mix(0, "order", 0) == 3471081512423777433
+    assert mix(1, 23) != mix(12, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_size": 121}, "between 1 and the number of training images, 120; got 121"),
+        ({"batch_size": 0}, "got 0"),
+        ({"sampler": "few-classes", "classes_per_batch": 3}, "multiple of classes_per_batch; got 8 and 3"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_when_asked_for(settings, words):
+    with pytest.raises(UsageError, match=words):
+        data.order(EVEN, **({"batch_size": 8, "iterations": 1, "seed": 0} | settings))
+
+
+def test_a_sweep_is_every_image_once_in_order():
+    plan = list(data.sweep(10, 4))
+    assert [indices.tolist() for indices, _ in plan] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert {seed for _, seed in plan} == {None}
+
+
+SPLITS = {"cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000), "fashion-mnist": (60_000, 10_000)}
+
+
+@functools.lru_cache(maxsize=1)
+def real(name):
+    if not data.DATA_SETS[name].present(data.default_root()):
+        pytest.skip(f"{name} is not in {data.default_root()}")
+    return data.load(name)
+
+
+def chunks(source):
+    return (images for images, _ in source.batches(data.sweep(len(source), 5000)))
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_official_files_are_read_whole_with_balanced_classes(name):
+    found = real(name)
+    assert (len(found.train), len(found.test)) == SPLITS[name]
+    for source in (found.train, found.test):
+        assert set(torch.bincount(source.labels).tolist()) == {len(source) // found.classes}
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_constants_make_mean_0_and_deviation_1_of_the_training_images(name):
+    moments = [torch.var_mean(chunk, dim=(0, 2, 3), correction=0) for chunk in chunks(real(name).train)]
+    vars_KC, means_KC = (torch.stack(part).double() for part in zip(*moments, strict=True))
+    mean = means_KC.mean(0)
+    var = (vars_KC + (means_KC - mean).square()).mean(0)
+    torch.testing.assert_close(mean, torch.zeros_like(mean), rtol=0, atol=2e-5)
+    torch.testing.assert_close(var, torch.ones_like(var), rtol=0, atol=2e-5)
+
+
+@pytest.mark.data
+def test_the_first_images_of_cifar10_are_a_frog_and_two_trucks():
+    assert real("cifar10").train.labels[:3].tolist() == [6, 9, 9]
+
+
+@pytest.mark.data
+def test_neighbouring_pixels_are_alike_so_rows_and_planes_are_where_they_belong():
+    images = next(chunks(real("cifar10").test))
+    along, across = (images.diff(dim=dim).square().mean().item() for dim in (2, 3))
+    assert max(along, across) < 0.2
+
+
+@pytest.mark.data
+def test_real_photographs_go_through_the_imagenet_pipeline():
+    root = data.default_root() / "imagenette-mini"
+    if not root.is_dir():
+        pytest.skip(f"no {root}")
+    found = data.load(str(root))
+    assert (found.classes, len(found.train), len(found.test)) == (10, 400, 150)
+    plan = list(data.order(found.train.labels, batch_size=50, iterations=2, seed=0))
+    alone, together = (list(found.train.batches(plan, workers=workers)) for workers in (0, 2))
+    for (images, labels), (others, same) in zip(alone, together, strict=True):
+        assert torch.equal(images, others)
+        assert torch.equal(labels, same)
+        assert images.shape == (50, 3, 224, 224)
+        assert 0.7 < images.std() < 1.5
+    assert data.verify(str(root)) == []

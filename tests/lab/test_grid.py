@@ -82,17 +82,6 @@ def test_runs_of_a_grid_are_those_alone_and_come_in_the_order_asked_for(fork_ser
         assert timeless(store.run(spec).result()) == alone(spec)
 
 
-def test_outcomes_hold_the_results(store):
-    outcomes = grid.run_all(GOOD, store, execution=PLAIN)
-    assert [outcome.spec for outcome in outcomes] == GOOD
-    assert [timeless(outcome.result) for outcome in outcomes] == [alone(spec) for spec in GOOD]
-
-
-def test_no_runs_are_no_work(fork_server, store):
-    assert grid.run_all([], store, execution=PLAIN) == []
-    assert run_all(fork_server, [], store, jobs=3) == []
-
-
 @jobs
 def test_what_is_done_is_skipped(fork_server, store, jobs):
     run(GOOD[1], store, execution=PLAIN)
@@ -185,17 +174,6 @@ def test_a_worker_that_is_killed_costs_its_run_only_and_is_replaced(fork_server,
     again = assert_resumes(fork_server, specs, store)
     assert begun(again) == [slow[0].name]
     assert int(next(line for line in again if line.startswith("began ")).split()[2]) >= slow[0].iterations // 2 - 1
-
-
-def test_a_worker_that_is_killed_with_nothing_to_do_costs_nothing(fork_server, store):
-    leader = fork_server.begin_all([GOOD[0], SLOW[0]], store.root, jobs=2)
-    assert fork_server.hears(f"ended {GOOD[0].name}")
-    busy = int(store.run(SLOW[0])._holder().split()[1])
-    (idle,) = set(session_of(leader)) - {busy}
-    os.kill(idle, signal.SIGKILL)
-    code, heard = fork_server.ended()
-    assert code == 0
-    assert statuses(heard) == [(GOOD[0].name, "finished"), (SLOW[0].name, "finished")]
 
 
 def test_a_worker_that_is_killed_between_two_runs_is_replaced(fork_server, store):

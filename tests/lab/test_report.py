@@ -65,10 +65,6 @@ def test_smoke_numbers_are_never_next_to_the_printed_ones(smoke):
     assert str(CELL.printed) not in [one.text for _, cells in shown.rows for one in cells]
 
 
-def test_smoke_runs_are_no_other_runs(smoke):
-    assert page_of(smoke).comparisons == ()
-
-
 def test_every_run_is_accounted_for_once(smoke):
     page = page_of(smoke)
     names = [run.spec.name for group in page.groups for run in group.runs]
@@ -80,12 +76,6 @@ def test_a_run_of_the_papers_protocol_is_next_to_the_printed_number(tmp_path):
         fabricate(tmp_path, CELL.spec.but(seed=seed), error=error)
     printed, ours = shown_cell(page_of(tmp_path), CELL)
     assert (printed.text, ours.plain) == ("7.93", "7.93 ± 0.12 (n = 3)")
-
-
-def test_a_number_leads_to_the_account_of_its_runs(tmp_path):
-    fabricate(tmp_path, CELL.spec)
-    page = page_of(tmp_path)
-    assert shown_cell(page, CELL)[1].anchor == page.groups[0].anchor
 
 
 @pytest.mark.parametrize(
@@ -143,24 +133,6 @@ def test_a_cell_the_paper_left_empty_is_filled_as_ours(tmp_path):
     assert (printed.text, ours.text, notes[ours.mark]) == ("–", "7.10", "ours: not in the paper")
 
 
-def test_cells_that_do_not_apply_say_why(tmp_path):
-    fabricate(tmp_path, CELL.spec)
-    page = page_of(tmp_path)
-    _, ours = shown_cell(page, tables.TABLES["cifar10"].cell("NormProp", "ResNet-20"))
-    notes = dict(present.show_table(table_of(page, "cifar10")).notes)
-    assert ours.text == "–"
-    assert notes[ours.mark].startswith("does not apply")
-
-
-def test_numbers_from_the_papers_text_are_marked(tmp_path):
-    fabricate(tmp_path, CELL.spec)
-    page = page_of(tmp_path)
-    cell = tables.TABLES["double-forward"].cell("BN-2", "ResNet-56")
-    printed, _ = shown_cell(page, cell, name="double-forward")
-    notes = dict(present.show_table(table_of(page, "double-forward")).notes)
-    assert (printed.text, notes[printed.mark]) == ("6.81", "from the paper's text")
-
-
 def test_cells_of_a_norm_that_is_not_registered_say_so(tmp_path, monkeypatch):
     monkeypatch.delitem(norms._REGISTRY, "brn")
     fabricate(tmp_path, CELL.spec)
@@ -185,12 +157,6 @@ def test_only_finished_runs_are_averaged_and_the_others_named(tmp_path):
     fabricate(tmp_path, CELL.spec.but(seed=2), status="unfinished", stop_at=0.5)
     expected = "8.00 (n = 1) (seed 1 diverged at iteration 39,100; seed 2 unfinished, 39,100 of 78,200 iterations)"
     assert shown_cell(page_of(tmp_path), CELL)[1].plain == expected
-
-
-def test_a_run_before_its_first_evaluation_is_at_iteration_zero(tmp_path):
-    path = fabricate(tmp_path, CELL.spec, status="unfinished")
-    (path / "metrics.jsonl").unlink()
-    assert shown_cell(page_of(tmp_path), CELL)[1].plain == "unfinished, 0 of 78,200 iterations"
 
 
 def test_the_headline_is_the_last_evaluation_and_the_best_is_labelled(tmp_path):
@@ -244,22 +210,11 @@ def test_other_strange_fields_are_left_out(tmp_path, strange):
     assert "–" in present.run_row(page.groups[0].runs[0])
 
 
-def test_an_empty_store_says_which_commands_make_runs(tmp_path):
-    with pytest.raises(UsageError, match=r"no runs in .*memnorm reproduce all --scale smoke"):
-        page_of(tmp_path / "nowhere")
-
-
 def test_a_store_of_damaged_runs_says_what_is_wrong_with_them(tmp_path):
     path = fabricate(tmp_path, CELL.spec)
     (path / "spec.yaml").write_text("model: [")
     with pytest.raises(UsageError, match=r"What is there cannot be read: .*not a YAML file"):
         page_of(tmp_path)
-
-
-def test_several_stores_are_one_report(tmp_path):
-    fabricate(tmp_path / "a", CELL.spec, error=7.0)
-    fabricate(tmp_path / "b", CELL.spec.but(seed=1), error=8.0)
-    assert shown_cell(page_of(tmp_path / "b", tmp_path / "a"), CELL)[1].text == "7.50"
 
 
 def test_a_run_in_two_stores_counts_once_and_the_finished_copy_wins(tmp_path):
@@ -358,24 +313,6 @@ def test_a_diverged_run_is_a_faint_line_with_a_cross(tmp_path, drawn):
     assert "diverged (×)" in picture.caption
 
 
-def test_an_unfinished_run_alone_has_the_label(tmp_path, drawn):
-    fabricate(tmp_path, BN, status="unfinished", stop_at=0.5)
-    picture_of(tmp_path, "convergence")
-    assert [(line.label, line.faint) for line in drawn[-1].lines] == [("", True), ("BN", True)]
-
-
-def test_on_imagenet_batch_norm_is_dashed_and_a_model_has_one_colour(tmp_path, drawn):
-    curves = [curve for curve in tables.FIGURES["imagenet-curves"].curves if curve.metrics == ("test_error",)]
-    for curve in curves:
-        fabricate(tmp_path, curve.spec)
-    picture_of(tmp_path, "imagenet-curves")
-    test = next(plot for plot in drawn if plot.y_title == "test error (%)")
-    assert {line.label: line.dashed for line in test.lines} == {c.label: c.label.endswith(" BN") for c in curves}
-    by_model = {line.label.split()[0]: line.colour for line in test.lines}
-    assert len(set(by_model.values())) == 4
-    assert all(by_model[line.label.split()[0]] == line.colour for line in test.lines)
-
-
 def test_one_forward_is_dashed_where_two_are_shown(tmp_path, drawn):
     for curve in tables.FIGURES["double-forward"].curves:
         if curve.panel == "ResNet-20 test":
@@ -388,12 +325,6 @@ def test_one_forward_is_dashed_where_two_are_shown(tmp_path, drawn):
     assert "Dashed: one forward" in picture.caption
 
 
-def test_vertical_lines_mark_where_the_learning_rate_changes(tmp_path, drawn):
-    fabricate(tmp_path, BN)
-    picture_of(tmp_path, "convergence")
-    assert drawn[-1].marks == pytest.approx([0.4 * 200.192, 0.6 * 200.192])
-
-
 def test_the_axis_shows_all_but_the_steep_beginning(tmp_path, drawn):
     fabricate(tmp_path, BN, error=8.0)
     picture_of(tmp_path, "convergence")
@@ -402,13 +333,6 @@ def test_the_axis_shows_all_but_the_steep_beginning(tmp_path, drawn):
     assert low == 0.0
     assert all(low <= y <= high for x, y in points if x > 21)
     assert high < max(y for _, y in points)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"), [(1.0, 30.0, (0.0, 30.0)), (80.0, 90.0, (78.8, 91.2)), (99.0, 100.0, (98.5, 100.5))]
-)
-def test_the_axis_starts_at_zero_unless_half_of_it_would_be_empty(low, high, expected):
-    assert figures._limits(low, high) == pytest.approx(expected)
 
 
 def comparison_name(root):
@@ -430,11 +354,6 @@ def test_a_comparison_is_drawn_against_the_batch_size(tmp_path, drawn):
 def test_a_single_batch_size_is_drawn_over_the_run(tmp_path, drawn):
     fabricate(tmp_path, RunSpec(model="small", data="digits", iterations=100, evaluations=4))
     assert picture_of(tmp_path, comparison_name(tmp_path)).title == "Error over the run"
-
-
-def test_runs_of_one_evaluation_have_no_curve(tmp_path, drawn):
-    fabricate(tmp_path, RunSpec(model="small", data="digits", iterations=100, evaluations=1))
-    assert figures.pictures(collect([tmp_path], title="A title")) == {}
 
 
 def test_arms_without_a_colour_of_their_own_get_different_ones():
@@ -465,12 +384,6 @@ def test_a_label_is_text_whatever_it_holds():
 def test_a_label_is_one_line_of_printable_characters_and_not_too_long():
     assert legible("a\n\x00b") == "a b"
     assert len(legible("x" * 100)) == LONGEST
-
-
-def test_ids_of_two_drawings_differ():
-    svg = draw(Plot([Line([(0, 1), (1, 2)], "blue")], "x", "y", (0.0, 3.0)))
-    assert 'id="one-' in placed(svg, "one", "d")
-    assert placed(svg, "one", "d").count("#one-") == placed(svg, "two", "d").count("#two-") > 0
 
 
 def test_a_description_cannot_leave_its_attribute():

@@ -39,11 +39,6 @@ def test_a_run_is_read_as_it_was_written(store, folder):
     assert [one["threads"] for one in folder.sessions()] == [1, 2]
 
 
-def test_a_run_without_a_result_is_unfinished(store, folder):
-    (run,) = store.runs()
-    assert (run.status, run.result) == ("unfinished", None)
-
-
 def test_runs_come_by_name_and_other_folders_and_files_are_none(store, folder):
     for seed in (3, 1, 2):
         store.run(SPEC.but(seed=seed)).begin({})
@@ -55,19 +50,10 @@ def test_runs_come_by_name_and_other_folders_and_files_are_none(store, folder):
     assert store.problems == []
 
 
-def test_a_store_that_is_not_there_holds_no_runs(tmp_path):
-    assert Store(tmp_path / "nowhere").runs() == []
-
-
 def test_a_file_cannot_hold_runs(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is a file; runs are kept in a folder"):
         Store(tmp_path / "file")
-
-
-def test_the_folder_of_a_run_is_named_by_its_specification(store):
-    assert store.run(SPEC).path == store.root / SPEC.name
-    assert RunSpec.from_yaml(SPEC.as_yaml()) == SPEC
 
 
 def test_a_renamed_folder_is_a_problem_and_no_run(store, folder):
@@ -110,12 +96,6 @@ def test_a_damaged_result_is_a_problem_that_says_what_to_do(store, folder, text)
 def test_a_result_that_cannot_be_of_this_run_is_refused(folder, changed, problem):
     (folder.path / "result.json").write_text(json.dumps({**RESULT, **changed}))
     with pytest.raises(LabError, match=f"is not a result of this run: {re.escape(problem)}.*; delete it to run again"):
-        folder.result()
-
-
-def test_a_result_that_is_no_file_is_damaged(folder):
-    (folder.path / "result.json").mkdir()
-    with pytest.raises(LabError, match=r"is damaged .*; delete it to run again"):
         folder.result()
 
 
@@ -168,15 +148,6 @@ def test_what_is_not_finite_is_null(folder):
     text = (folder.path / "metrics.jsonl").read_text()
     assert json.loads(text.splitlines()[1], parse_constant=pytest.fail)["deep"] == {"x": None, "y": None}
     assert finite(1.5) == 1.5
-
-
-def test_measurements_can_be_written_anew(folder):
-    for iteration in (2, 3, 4):
-        folder.add_metrics({"iteration": iteration})
-    folder.write_metrics([{"iteration": 1}, {"iteration": 2, "loss": float("inf")}])
-    assert folder.metrics() == [{"iteration": 1}, {"iteration": 2, "loss": None}]
-    folder.write_metrics([])
-    assert folder.metrics() == []
 
 
 def test_a_session_is_added_even_if_the_list_of_sessions_is_damaged(folder):
@@ -283,17 +254,6 @@ def holds(folder: RunFolder, wait: bool = False) -> bool:
 def test_the_second_process_says_who_holds_the_run(store, holder):
     with pytest.raises(RunHeld, match=rf"{SPEC.name} is being worked on by process {holder.pid} on \S+ since \d{{4}}-"):
         holds(store.run(SPEC))
-
-
-def test_the_second_process_manages_without_knowing_the_first(store, holder):
-    for text in ("", "{}", "[]", "\xff", "[" * 10**5):
-        (store.run(SPEC).path / "holder.json").write_text(text, encoding="latin-1")
-        with pytest.raises(RunHeld, match="is being worked on by another process"):
-            holds(store.run(SPEC))
-
-
-def test_another_run_is_not_held(store, holder):
-    assert holds(store.run(SPEC.but(seed=1)))
 
 
 def test_a_killed_process_frees_its_run(store, holder):

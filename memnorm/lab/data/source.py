@@ -107,7 +107,7 @@ def crop(images_NCHW: Tensor, padding: int, fill: float, top_left_2N: Tensor, mi
     return padded.flatten(2).gather(2, origin).view_as(images_NCHW)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class MemorySource(Source):
     """uint8 images (N, C, H, W) in memory. Subsets share them."""
 
