@@ -26,7 +26,7 @@ from memnorm.lab.listen import Listener
 from memnorm.lab.processes import ProcessGroup, is_first
 from memnorm.lab.signals import stop_signals
 from memnorm.lab.spec import Execution, RunSpec
-from memnorm.lab.store import RunFolder, SilentRunFolder, Store
+from memnorm.lab.store import RunFolder, Store
 from memnorm.lab.training import (
     Tally,
     Training,
@@ -58,7 +58,7 @@ def run(
         raise UsageError(reason)
     data = load_data(spec, data_root)
     if not is_first():  # rank 0 writes the record
-        return _Run(spec, SilentRunFolder(folder.path, spec), execution, data, listener).train()
+        return _Run(spec, RunFolder(folder.path, spec, silent=True), execution, data, listener).train()
     with folder.held(wait):
         done = folder.result()  # another process may have finished it while this one waited
         return done or _Run(spec, folder, execution, data, listener).train()

@@ -1,5 +1,7 @@
 """The command line: what it prints, what it accepts, and how it ends."""
 
+import ast
+import graphlib
 import io
 import json
 import os
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import yaml
@@ -325,6 +328,31 @@ def test_verify_of_missing_data_exits_with_1_and_names_the_files(call):
     assert code == 1
     assert "data_batch_1" in out
     assert "digits: all well" in out
+
+
+def test_no_command_loads_a_heavy_library_before_it_needs_it():
+    program = f"""
+import importlib, sys
+for name in {list(COMMANDS)}:
+    importlib.import_module(f"memnorm.lab.cli.{{name}}")
+print(*{{"jinja2", "matplotlib", "pandas", "PIL", "scipy", "sklearn"}} & {{*sys.modules}})
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == []
+
+
+def test_imports_of_the_lab_go_one_way():
+    """TopologicalSorter raises CycleError, with the cycle."""
+    root = Path(memnorm.__file__).parent.parent
+    paths = {".".join(path.relative_to(root).with_suffix("").parts): path for path in root.glob("memnorm/lab/**/*.py")}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    graph = {name: set() for name in paths}
+    for name, path in paths.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("memnorm.lab"):
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                graph[name] |= {one if one in paths else node.module for one in inner}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(paths)
 
 
 def test_a_loop_of_links_is_skipped_with_a_sentence(tmp_path):

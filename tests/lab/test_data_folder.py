@@ -45,14 +45,6 @@ def test_a_folder_gives_normalised_images_and_labels_by_class_name(root):
     assert labels.tolist() == [0, 0, 1]
 
 
-def test_imagenet_is_the_folder_of_that_name_under_the_root(tmp_path):
-    image_folder(tmp_path / "imagenet", ("n01", "n02", "n03"))
-    found = data.load("imagenet", tmp_path, image_size=8)
-    assert (found.name, found.classes, found.shape) == ("imagenet", 3, (3, 8, 8))
-    assert data.verify("imagenet", tmp_path) == []
-    assert data.DATA_SETS["imagenet"].present(tmp_path)
-
-
 @pytest.mark.parametrize("seed", [None, 5])
 def test_two_workers_give_what_none_gives(root, seed):
     train = data.load(str(root), image_size=16).train

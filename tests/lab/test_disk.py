@@ -172,6 +172,6 @@ def test_a_line_is_added_after_ending_one_that_was_cut_short(tmp_path, before, a
     assert path.read_bytes() == after
 
 
-def test_a_line_for_a_full_device_is_refused_in_words():
+def test_a_line_for_a_full_device_is_refused_with_a_message():
     with pytest.raises(LabError, match=r"the disk is full: /dev/full could not be written"):
         append_line(Path("/dev/full"), "x")

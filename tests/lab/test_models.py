@@ -192,11 +192,6 @@ def empty_memory_is_nan():
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("name", models.available())
-def test_on_the_meta_device_a_network_takes_no_memory(name):
-    assert all(tensor.is_meta for tensor in outline(name, size=32).state_dict().values())
-
-
 @pytest.mark.parametrize("name", HANDY)
 def test_no_weight_is_left_as_memory_happened_to_be(name):
     with empty_memory_is_nan():
@@ -224,15 +219,6 @@ def test_gradients_reach_every_parameter(network):
     assert not still
 
 
-@pytest.mark.parametrize("network", SLOW_GIANTS, indirect=True)
-def test_initial_weights_of_the_giants_have_the_intended_spread(network):
-    slope = 0.25 if layers(network, nn.PReLU) else 0
-    for layer in (layers(network, nn.Conv2d)[3], *layers(network, nn.Linear)[:2]):
-        fan_out = layer.weight.shape[0] * layer.weight[0, 0].numel()
-        std = (2 / (1 + slope**2) / fan_out) ** 0.5 if layer.weight.dim() == 4 else 0.01
-        torch.testing.assert_close(layer.weight.std().item(), std, rtol=0.01, atol=0)
-
-
 def test_shortcuts_of_a_cifar_resnet_have_no_parameters():
     model = outline("resnet20")
     assert len(layers(model, Subsample)) == 2
@@ -248,7 +234,7 @@ def test_the_shortcut_takes_every_second_pixel_and_adds_channels_of_zeros():
 
 
 @pytest.mark.parametrize(("name", "last"), [("resnet20", "bn2"), ("resnet18", "bn2"), ("resnet50", "bn3")])
-def test_a_block_whose_last_norm_is_silent_returns_its_rectified_shortcut(name, last):
+def test_a_block_whose_last_norm_is_silent_returns_its_shortcut_after_relu(name, last):
     model = build(name, size=32).eval()
     first, second = (model.get_submodule(f"layer2.{index}") for index in (0, 1))
     x = randn(1, first.conv1.in_channels, 8, 8, seed=0, dtype=torch.float32)
@@ -275,34 +261,12 @@ def test_pooling_rounds_up_in_cifars_vgg_and_down_in_imagenets(name, expected):
     assert features(torch.empty(1, 3, 97, 97, device="meta")).shape[1:] == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("small", [nn.AdaptiveAvgPool2d]),
-        ("resnet20", [nn.AdaptiveAvgPool2d]),
-        ("nin", [nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d]),
-        ("vgg16_cifar", [*[nn.MaxPool2d] * 5, nn.AdaptiveAvgPool2d]),
-        ("vgg16_imagenet", [*[nn.MaxPool2d] * 5, nn.AdaptiveAvgPool2d]),
-        ("prelu_net", [*[nn.MaxPool2d] * 3, Pyramid]),
-    ],
-)
-def test_pooling_is_of_the_published_kind(name, expected):
-    model = outline(name, size=32)
-    assert [type(module) for module in model.modules() if type(module) in {*expected, nn.MaxPool2d}] == expected
-
-
 @pytest.mark.parametrize("name", ["small", "nin", "vgg16_cifar", "vgg16_imagenet", "googlenet", "prelu_net"])
-def test_every_norm_is_followed_by_a_rectifier(name):
+def test_every_norm_is_followed_by_a_relu(name):
     model = outline(name, size=32, norm_layer=one_group)
     kind = nn.PReLU if name == "prelu_net" else nn.ReLU
     order = layers(model, nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.PReLU)[: 3 * CONVOLUTIONS[name]]
     assert [type(module) for module in order] == [nn.Conv2d, nn.GroupNorm, kind] * CONVOLUTIONS[name]
-
-
-def test_the_maps_of_network_in_network_shrink_twice_by_two():
-    model = outline("nin", size=32)
-    shapes = [model[:end](torch.empty(1, 3, 32, 32, device="meta")).shape[1:] for end in (10, 21, 31)]
-    assert shapes == [(96, 16, 16), (192, 8, 8), (10, 8, 8)]
 
 
 @pytest.mark.parametrize(
@@ -365,11 +329,6 @@ def test_initial_weights_have_the_intended_spread(name, layer, std):
     weight = build(name).get_submodule(layer).weight.detach()
     torch.testing.assert_close(weight.std().item(), std, rtol=0.05, atol=0)
     torch.testing.assert_close(weight.mean().item(), 0.0, rtol=0, atol=0.05 * std)
-
-
-@pytest.mark.parametrize("name", ["nin", "vgg16_cifar"])
-def test_biases_start_at_zero(name):
-    assert not any(conv.bias.any() for conv in layers(build(name), nn.Conv2d))
 
 
 @pytest.mark.parametrize("depth", [8, 14, 26, 62, 1202])

@@ -220,11 +220,6 @@ def test_a_missing_factory_gets_the_nearest_names(nets):
     assert "users_nets has no 'ful'; it has full" in refusal("users_nets:ful")
 
 
-def test_a_missing_factory_with_no_near_name_gets_what_can_be_called(nets):
-    (nets / "users_few.py").write_text("import torch\nnumber = 3\ndef make(): pass\ndef _own(): pass\n")
-    assert refusal("users_few:zzz").endswith("users_few has no 'zzz'; it has make")
-
-
 @pytest.mark.parametrize(
     ("factory", "words"),
     [
@@ -249,9 +244,3 @@ def test_an_option_that_the_factory_does_not_take_is_refused(nets):
     message = refusal("users_nets:full", depht=2)
     assert "got an unexpected keyword argument 'depht'" in message
     assert "further parameters go into the model's options" in message
-
-
-def test_the_folder_stays_importable_and_is_added_once(nets):
-    build("users_nets:Net")
-    build("users_nets:Net")
-    assert sys.path.count(os.getcwd()) == 1

@@ -11,7 +11,7 @@ from memnorm.lab import tables
 from memnorm.lab.errors import UsageError
 from memnorm.lab.report import figures, present
 from memnorm.lab.report.collect import NOT_RUN, UNAVAILABLE, collect
-from memnorm.lab.report.plot import COLOURS, LONGEST, Line, Plot, draw, legible, placed, standalone
+from memnorm.lab.report.plot import Line, Plot, draw, placed
 from memnorm.lab.spec import RunSpec
 
 CELL = tables.TABLES["cifar10"].cell("MBN", "ResNet-20")
@@ -83,7 +83,7 @@ def test_a_run_of_the_papers_protocol_is_next_to_the_printed_number(tmp_path):
     [{"iterations": 78_199}, {"learning_rate": 0.05}, {"norm_options": {"memory_size": 21}}, {"train_images": 49_999}],
     ids=str,
 )
-def test_a_run_of_another_protocol_does_not(tmp_path, change):
+def test_a_run_of_another_protocol_is_not_next_to_the_printed_number(tmp_path, change):
     fabricate(tmp_path, CELL.spec.but(**change))
     page = page_of(tmp_path)
     printed, ours = shown_cell(page, CELL)
@@ -313,28 +313,6 @@ def test_a_diverged_run_is_a_faint_line_with_a_cross(tmp_path, drawn):
     assert "diverged (×)" in picture.caption
 
 
-def test_one_forward_is_dashed_where_two_are_shown(tmp_path, drawn):
-    for curve in tables.FIGURES["double-forward"].curves:
-        if curve.panel == "ResNet-20 test":
-            fabricate(tmp_path, curve.spec)
-    picture = picture_of(tmp_path, "double-forward")
-    test = next(plot for plot in drawn if len(plot.lines) == 6)
-    assert [(line.label, line.dashed) for line in test.lines] == [
-        (f"{norm}-{forwards}", forwards == 1) for norm in ("BN", "BRN", "MBN") for forwards in (1, 2)
-    ]
-    assert "Dashed: one forward" in picture.caption
-
-
-def test_the_axis_shows_all_but_the_steep_beginning(tmp_path, drawn):
-    fabricate(tmp_path, BN, error=8.0)
-    picture_of(tmp_path, "convergence")
-    points = next(line.points for line in drawn[-1].lines if line.bold)
-    low, high = drawn[-1].y_limits
-    assert low == 0.0
-    assert all(low <= y <= high for x, y in points if x > 21)
-    assert high < max(y for _, y in points)
-
-
 def comparison_name(root):
     return collect([root], title="A title").comparisons[0].name
 
@@ -356,41 +334,10 @@ def test_a_single_batch_size_is_drawn_over_the_run(tmp_path, drawn):
     assert picture_of(tmp_path, comparison_name(tmp_path)).title == "Error over the run"
 
 
-def test_arms_without_a_colour_of_their_own_get_different_ones():
-    found = figures.colours(["BN", "BRN", "MBN-1", "MBN-2", "GROUP", "LAYER", "MBN-2 memory_size=5"])
-    assert (found["BN"], found["MBN-1"], found["MBN-2"]) == ("orange", "blue", "blue")
-    assert len({found[name] for name in ("BN", "BRN", "MBN-2", "GROUP", "LAYER", "MBN-2 memory_size=5")}) == 6
-
-
-def test_an_arm_has_one_colour_in_all_comparisons(tmp_path, drawn):
-    base = RunSpec(model="small", data="digits", iterations=100, evaluations=4)
-    for spec in (
-        base,
-        base.but(norm="group"),
-        base.but(norm="layer", augment=False),
-        base.but(norm="group", augment=False),
-    ):
-        fabricate(tmp_path, spec)
-    figures.pictures(collect([tmp_path], title="A title"))
-    found = {(line.label, line.colour) for plot in drawn for line in plot.lines if line.label}
-    assert len(found) == len({label for label, _ in found}) == 3
-
-
 def test_a_label_is_text_whatever_it_holds():
     svg = draw(Plot([Line([(0, 1), (1, 2)], "blue", label="$x_{1}$ <b> 0.123456 漢")], "x", "y", (0.0, 3.0)))
     assert "$x_{1}$ &lt;b&gt; 0.123456 漢" in svg
 
 
-def test_a_label_is_one_line_of_printable_characters_and_not_too_long():
-    assert legible("a\n\x00b") == "a b"
-    assert len(legible("x" * 100)) == LONGEST
-
-
 def test_a_description_cannot_leave_its_attribute():
     assert 'aria-label="&quot;&gt;&lt;b&gt;"' in placed("<svg viewBox></svg>", "n", '"><b>')
-
-
-def test_a_drawing_alone_brings_colours_for_light_and_dark():
-    text = standalone(draw(Plot([Line([(0, 1), (1, 2)], "blue")], "x", "y", (0.0, 3.0))), "d")
-    assert all(one in text for pair in COLOURS.values() for one in pair)
-    assert "prefers-color-scheme:dark" in text

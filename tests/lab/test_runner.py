@@ -169,7 +169,7 @@ def test_a_second_signal_within_the_handler_of_the_first_does_not_hang(tmp_path)
     assert told.stdout.split() == ["asked", "True", "True"]
 
 
-def test_the_handlers_of_signals_are_given_back(store):
+def test_signal_handlers_are_restored(store):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     run(tiny(), store, execution=PLAIN)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
@@ -343,7 +343,7 @@ def test_rejected_checkpoints_leave_no_trace_in_a_fresh_start(store, damage):
     assert len(ear.all("message")) == 2
 
 
-def test_a_checkpoint_of_another_run_is_not_gone_on_from(store):
+def test_a_checkpoint_of_another_run_is_not_resumed(store):
     other = LONG.but(seed=1)
     crash(LONG, store, at=15)
     crash(other, store, at=18)
@@ -380,7 +380,7 @@ def no_space(*_arguments, **_options):
 
 @pytest.mark.parametrize("place", ["torch.save", "pathlib.Path.replace", "os.fsync", "memnorm.lab.store.append_line"])
 @pytest.mark.parametrize("at", [pytest.param(5, marks=pytest.mark.slow), 9, pytest.param(19, marks=pytest.mark.slow)])
-def test_a_full_disk_ends_the_run_in_words_and_costs_nothing(store, place, at):
+def test_a_full_disk_ends_the_run_with_a_message_and_loses_nothing(store, place, at):
     class Filler(Ear):
         def stepped(self, spec, iteration):
             if iteration == at:
@@ -400,7 +400,7 @@ def test_a_full_disk_ends_the_run_in_words_and_costs_nothing(store, place, at):
 
 
 @pytest.mark.slow
-def test_a_really_full_disk_ends_the_run_in_words_and_costs_nothing(tmp_path):
+def test_a_really_full_disk_ends_the_run_with_a_message_and_loses_nothing(tmp_path):
     script = """
         import sys, json
         from pathlib import Path

@@ -301,7 +301,7 @@ def test_a_run_is_free_after_an_exception(store):
     assert holds(folder)
 
 
-def test_a_full_disk_refuses_the_run_in_words_and_holds_nothing(tmp_path):
+def test_a_full_disk_refuses_the_run_with_a_message_and_releases_the_lock(tmp_path):
     script = """
         import sys
         from pathlib import Path

@@ -204,17 +204,6 @@ def test_cells_that_are_one_run_share_its_digest_and_no_others_do(name, same):
     assert shared == same
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_what_the_paper_left_out_is_ours_and_what_cannot_be_says_why(name):
-    for key in ("BRN/NIN", "MBN/NIN"):
-        one = cell(name, key)
-        assert one.spec.scheme == "double"
-        assert (one.source, one.note) == ("not printed", "ours: not in the paper")
-    for key in ("NormProp/ResNet-20", "NormProp/ResNet-56"):
-        assert cell(name, key).spec is None
-        assert "does not apply" in cell(name, key).note
-
-
 def test_only_the_quoted_rows_have_a_printed_number_that_is_not_comparable():
     printed = [item for item in ALL if getattr(item.part, "printed", None) is not None]
     apart = {f"{name} {part.key}" for name, part in printed if not part.comparable}
@@ -325,31 +314,9 @@ def test_smoke_has_as_many_classes_as_the_original_and_enough_images_for_its_bat
     assert 1 <= options["test"] <= 20
 
 
-def test_smoke_keeps_the_batch_sizes_apart():
-    sizes = [at_scale(table_spec("small-batch", row, "BN"), "smoke").batch_size for row in TABLES["small-batch"].rows]
-    assert sizes == sorted(set(sizes))
-    assert sizes[0] == 2
-
-
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_scale_has_as_many_different_runs_as_the_paper(scale):
     assert len(unique_specs(ALL, scale)) == len(SPECS) == 61
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_every_run_survives_the_way_to_a_file_and_back_at_every_scale(scale):
-    for spec in unique_specs(ALL, scale):
-        assert RunSpec.from_yaml(spec.as_yaml()).digest == spec.digest
-
-
-def test_an_unknown_scale_names_the_ones_there_are():
-    with pytest.raises(UsageError, match="smoke, reduced, paper; got 'tiny'"):
-        at_scale(SPECS[0], "tiny")
-
-
-def test_smoke_refuses_data_it_has_no_stand_in_for():
-    with pytest.raises(UsageError, match="'digits'"):
-        at_scale(RunSpec(data="digits"), "smoke")
 
 
 def test_all_is_every_cell_and_every_curve_once():
@@ -357,12 +324,6 @@ def test_all_is_every_cell_and_every_curve_once():
     curves = sum(len(figure.curves) for figure in FIGURES.values())
     assert len(ALL) == cells + curves
     assert select(["all", "cifar10", "all"]) == ALL
-
-
-@pytest.mark.parametrize("name", ["cifar10", "convergence"])
-def test_a_name_selects_its_cells_or_curves(name):
-    parts = TABLES[name].cells if name in TABLES else FIGURES[name].curves
-    assert [(item.name, item.part) for item in select([name])] == [(name, part) for part in parts]
 
 
 @pytest.mark.parametrize(

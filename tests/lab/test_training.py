@@ -99,13 +99,6 @@ def test_each_step_uses_the_learning_rate_and_the_strength_of_its_iteration(stor
     assert [line["strength"] for line in lines] == expected
 
 
-def test_one_strength_holds_for_the_whole_run(store, spy):
-    spec = tiny(norm="mbn", iterations=6, strength=(0.25,))
-    run(spec, store, execution=PLAIN)
-    assert set.union(*spy.strengths) == {0.25}
-    assert {line["strength"] for line in store.run(spec).metrics()} == {0.25}
-
-
 def trained(spec, device="cpu") -> Training:
     data = load_data(spec, None)
     return Training(spec, data.classes, data.shape, device)
@@ -188,15 +181,6 @@ def test_subsets_are_the_same_for_every_seed_and_norm():
     assert all(one == chosen[0] for one in chosen)
     assert [len(one) for one in chosen[0]] == [15, 9]
     assert not set(chosen[0][0]) & set(chosen[0][1])
-
-
-def test_a_smaller_subset_is_part_of_a_larger_one_and_leaves_the_holdout_alone():
-    data = load_data(tiny(), None)
-    small, holdout = (set(content([images_of(one)])) for one in sources(tiny(train_images=5, holdout=10), data))
-    large, same = (set(content([images_of(one)])) for one in sources(tiny(train_images=20, holdout=10), data))
-    assert small < large
-    assert holdout == same
-    assert len(holdout) == 10
 
 
 @pytest.mark.parametrize(
