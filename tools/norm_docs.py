@@ -74,17 +74,17 @@ def measured(name: str, costs: Mapping[str, Any], errors: Mapping[int, Errors]) 
     ]
     arms = [arm_name(name, scheme) for scheme in ("single", "double")]
     for steps, found in errors.items():
-        lines += [f"Digits, batch size 4, {steps:,} steps: {beside_bn(arm, found)}." for arm in arms if arm in found]
+        lines += [f"Digits, batch size 4, {steps:,} steps: {against_bn(arm, found)}." for arm in arms if arm in found]
     if len(lines) > 1:
         lines.append("(Learning rate 0.1 or 0.01, whichever did better on held-out training images.)")
     return "\n".join(lines)
 
 
-def beside_bn(arm: str, errors: Errors) -> str:
+def against_bn(arm: str, errors: Errors) -> str:
     text = f"{arm} {Sample(list(errors[arm].values())).text} % test error"
     if arm == "BN":
         return text
     gap = difference(errors[arm], errors["BN"])
     interval = gap.interval()
-    beside = f", 95 % interval {interval[0]:+.2f} to {interval[1]:+.2f}" if interval else ""
-    return f"{text}; {gap.mean:+.2f} against BN{beside}"
+    span = f", 95 % interval {interval[0]:+.2f} to {interval[1]:+.2f}" if interval else ""
+    return f"{text}; {gap.mean:+.2f} against BN{span}"

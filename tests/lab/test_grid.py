@@ -51,7 +51,7 @@ def run_all(fork_server: ForkServer, specs: list[RunSpec], store: Store, jobs: i
 
 
 def leaves_nothing(leader: int) -> bool:
-    """Whether all that it started ends; multiprocessing's own tracker of resources takes a moment."""
+    """Return True if every process that it started ends; multiprocessing's resource tracker takes a moment."""
     return eventually(lambda: session_of(leader) == [], seconds=5)
 
 
