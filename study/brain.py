@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memnorm.lab import environment
-from memnorm.lab.data.seeds import mix
+from memnorm.lab.data.source import mix
 from memnorm.lab.listen import Listener
 from memnorm.lab.runner import evaluation_due
 from memnorm.lab.spec import Execution, RunSpec
@@ -146,12 +146,12 @@ def _train(spec: RunSpec, folder: RunFolder, threads: int, listener: Listener) -
         for t1, labels in patches(blocks, centers, spec.accumulate, mix(spec.seed, "patches", iteration)):
             (F.cross_entropy(model(t1), labels) / spec.accumulate).backward()
         optimizer.step()
-        listener.stepped(iteration + 1)
+        listener.stepped(spec, iteration + 1)
         if evaluation_due(spec, iteration + 1):
             seconds = round(time.perf_counter() - begun, 3)
             lines.append({"iteration": iteration + 1, **evaluate(model, slab, spec.seed), "seconds": seconds})
             folder.add_metrics(lines[-1])
-            listener.evaluated(lines[-1])
+            listener.evaluated(spec, lines[-1])
     result = {"status": "finished", "name": spec.name, "final": lines[-1], "seconds": lines[-1]["seconds"]}
     parameters = sum(one.numel() for one in model.parameters())
     return folder.finish({**result, "parameters": parameters, "environment": session})

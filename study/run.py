@@ -13,7 +13,7 @@ from memnorm.lab.console import watching
 from memnorm.lab.disk import append_line
 from memnorm.lab.errors import UsageError
 from memnorm.lab.grid import run_all
-from memnorm.lab.listen import GridListener, Outcome, Together
+from memnorm.lab.listen import Listener, Outcome, relay
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
 from study.networks import RUNS
@@ -39,7 +39,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-class Recorder(GridListener):
+class Recorder(Listener):
     """Adds a line to the study's file when a run ends."""
 
     def __init__(self, name: str, store: Store) -> None:
@@ -87,7 +87,7 @@ def main() -> None:
                 execution=Execution(threads=1, channels_last=True, workers=0, keep_weights=bool(study.before)),
                 data_root=arguments.data_root,
                 jobs=arguments.jobs,
-                listener=Together(listener, Recorder(arguments.study, store)),
+                listener=relay(listener, Recorder(arguments.study, store)),
                 make=study.make,
             )
         tried |= {spec.digest for spec in specs}

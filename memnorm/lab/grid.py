@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from memnorm.errors import MemnormError
 from memnorm.lab.errors import DataMissing, DeviceMissing, DiskFull, Interrupted, LabError, RunHeld, UsageError
-from memnorm.lab.listen import GridListener, Listener, Outcome, Relay, relay
+from memnorm.lab.listen import Listener, Outcome, Relay, relay
 from memnorm.lab.runner import run
 from memnorm.lab.signals import terminations_interrupt
 from memnorm.lab.spec import Execution, RunSpec
@@ -36,7 +36,7 @@ def run_all(
     data_root: Path | None = None,
     jobs: int = 0,
     launcher: str = "processes",
-    listener: GridListener | None = None,
+    listener: Listener | None = None,
     make: Callable[..., dict[str, Any]] | None = None,
 ) -> list[Outcome]:
     """Run each of `specs` that is not finished, in the order given.
@@ -51,7 +51,7 @@ def run_all(
     """
     if jobs < 0:
         raise UsageError(f"--jobs must not be negative; got {jobs}")
-    listener = listener or GridListener()
+    listener = listener or Listener()
     unique = list({spec.digest: spec for spec in specs}.values())
     context = RunContext(store.root, execution, data_root, make)
     if launcher == "ray" or jobs:
@@ -95,7 +95,7 @@ class RunContext:
         except MemnormError as error:
             return Outcome(spec, "failed", str(error))
         except Exception as error:
-            listener.message(traceback.format_exc())
+            listener.message(spec, traceback.format_exc())
             return Outcome(spec, "failed", f"{type(error).__name__}: {error}")
 
     def attempt(self, spec: RunSpec, listener: Listener, wait: bool) -> tuple[str, Any]:
@@ -125,12 +125,12 @@ class _Queue:
         self._held.append(spec)
 
 
-def _run_here(queue: _Queue, context: RunContext, listener: GridListener) -> list[Outcome]:
+def _run_here(queue: _Queue, context: RunContext, listener: Listener) -> list[Outcome]:
     outcomes = []
     while queue:
         spec, held_before = queue.next()
         try:
-            outcome = context.run(spec, relay(spec, listener), wait=held_before)
+            outcome = context.run(spec, relay(listener), wait=held_before)
         except RunHeld as error:
             listener.message(spec, f"{error} This run is put last.")
             queue.put_last(spec)
@@ -162,7 +162,7 @@ class Launcher(Protocol):
         ...
 
 
-def _supervise(queue: _Queue, launcher: Launcher, listener: GridListener) -> list[Outcome]:
+def _supervise(queue: _Queue, launcher: Launcher, listener: Listener) -> list[Outcome]:
     outcomes: list[Outcome] = []
     stop: BaseException | None = None
     try:
@@ -301,7 +301,7 @@ def _serve(pipe: Connection, context: RunContext) -> None:
         if order is None:
             return
         spec, wait_for_holder = order
-        answer = context.attempt(spec, Relay(spec, send), wait_for_holder)
+        answer = context.attempt(spec, Relay(send), wait_for_holder)
         try:
             pipe.send(answer)
         except OSError:

@@ -7,6 +7,7 @@ checkpoint at iteration i covers everything up to i, and later steps are repeate
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 
 from memnorm.errors import NothingToRecord
 from memnorm.lab import checkpoint, environment
-from memnorm.lab.arms import registered
+from memnorm.lab.arms import unsupported
 from memnorm.lab.data import Data, Source, epoch_length
 from memnorm.lab.disk import replacing
 from memnorm.lab.errors import Interrupted, LabError, UsageError
@@ -25,8 +26,7 @@ from memnorm.lab.listen import Listener
 from memnorm.lab.processes import ProcessGroup, is_first
 from memnorm.lab.signals import stop_signals
 from memnorm.lab.spec import Execution, RunSpec
-from memnorm.lab.store import RunFolder, SilentRunFolder, Store
-from memnorm.lab.tables import unsupported
+from memnorm.lab.store import RunFolder, Store
 from memnorm.lab.training import (
     Tally,
     Training,
@@ -61,12 +61,11 @@ def run(
     done = folder.result()
     if done is not None:
         return done
-    reason = unsupported(spec, registered())
-    if reason:
+    if reason := unsupported(spec):
         raise UsageError(reason)
     data = load_data(spec, data_root)
     if not is_first():  # rank 0 writes the record
-        return _Run(spec, SilentRunFolder(folder.path, spec), execution, data, listener, probe).train()
+        return _Run(spec, RunFolder(folder.path, spec, silent=True), execution, data, listener, probe).train()
     with folder.held(wait):
         done = folder.result()  # another process may have finished it while this one waited
         return done or _Run(spec, folder, execution, data, listener, probe).train()
@@ -105,7 +104,8 @@ class _Run:
         """Resume from the newest checkpoint that rank 0 can read and all processes can load. A rejected one leaves no
         trace.
         """
-        states = checkpoint.readable(self.folder.path, self.listener.message) if self.group.rank == 0 else iter(())
+        complain = functools.partial(self.listener.message, self.spec)
+        states = checkpoint.readable(self.folder.path, complain) if self.group.rank == 0 else iter(())
         while (state := self.group.broadcast(next(states, None))) is not None:
             training = self._fresh()
             problem = None
@@ -122,7 +122,7 @@ class _Run:
             if self.group.sum(problem is not None) == [0]:
                 self.iteration, self.seconds, self.lines = iteration, seconds, lines
                 return training
-            self.listener.message(f"a checkpoint does not fit this run ({problem}); using the one before")
+            complain(f"a checkpoint does not fit this run ({problem}); using the one before")
         return None
 
     def _plan(self) -> Iterator[tuple[torch.Tensor, int | None]]:
@@ -142,7 +142,7 @@ class _Run:
                 if not self.training.step(self.iteration, images, labels):
                     return self._result("diverged", diverged_at=self.iteration)
                 self.iteration += 1
-                self.listener.stepped(self.iteration)
+                self.listener.stepped(self.spec, self.iteration)
                 if evaluation_due(self.spec, self.iteration):
                     self.seconds += self._since(resumed)
                     self._evaluate(events)
@@ -197,7 +197,7 @@ class _Run:
         for name, value in line.items():
             if events is not None and value is not None:
                 events.add_scalar(name, value, self.iteration)
-        self.listener.evaluated(line)
+        self.listener.evaluated(self.spec, line)
 
     def _recalibrated(self) -> dict[str, Any]:
         """Recalibrated errors after the last step, if the run asks for them."""
@@ -208,7 +208,7 @@ class _Run:
                 self.recalibration_source, self.test_source, self.execution.workers
             )
         except NothingToRecord as error:  # no batch is finite, or there is no norm
-            self.listener.message(f"not recalibrated: {error}")
+            self.listener.message(self.spec, f"not recalibrated: {error}")
             return {"test_error_recalibrated": None, "test_loss_recalibrated": None}
 
     def _save(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memnorm.lab import models
-from memnorm.lab.data.seeds import mix
+from memnorm.lab.data.source import mix
 from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import RunSpec
 from memnorm.reference import ReferenceBatchNorm, set_recording
