@@ -9,13 +9,7 @@ import torch
 from helpers.common import leaf, randn
 from torch import Tensor, nn
 
-import memnorm
-
 SHAPES = [(4, 6, 5), (3, 6, 4, 3), (2, 6, 2, 3, 2)]
-
-
-def convert(model: nn.Module, entry: dict[str, Any], **options: Any) -> Any:
-    return memnorm.convert(model, entry["name"], **options)
 
 
 def random_batch_norm(shape: Any, *, seed: int = 7, **options: Any) -> Any:

@@ -1,25 +1,28 @@
-"""The norms that are batch norm in eval mode, and the comparison with a literal reference over a trajectory."""
+"""Norms with running statistics, and the comparison with a literal reference over a trajectory."""
 
 import pytest
 import torch
 from helpers.common import LAYERS, SHAPES, leaf, randn, randomize, small_net
 
-from memnorm.norms import bn, brn, ghost, lagged_bn, momentum_bn, moving_bn
+from memnorm.norms import bn, brn, ghost, lagged_bn, mabn, momentum_bn, moving_bn, online
 
-ENTRIES = {module.ENTRY["name"]: module.ENTRY for module in (bn, brn, ghost, lagged_bn, momentum_bn, moving_bn)}
+NAMES = ["bn", "brn", "ghost", "lagged_bn", "momentum_bn", "moving_bn"]
+RECORDERS = [*NAMES, "mabn", "online"]
+MODULES = (bn, brn, ghost, lagged_bn, mabn, momentum_bn, moving_bn, online)
+ENTRIES = {module.ENTRY["name"]: module.ENTRY for module in MODULES}
 # Options with which a short trajectory sees all of a norm: relaxed limits, a strong past, several ghost batches.
 OPTIONS = {
     "bn": {},
     "brn": {"total_steps": 30, "momentum": 0.2},
     "ghost": {"ghost_size": 3},
     "lagged_bn": {},
+    "mabn": {"window": 12, "warmup": 1, "correct_after": 2},
     "momentum_bn": {"ideal_batch_size": 32, "total_steps": 12},
     "moving_bn": {},
+    "online": {"momentum": 0.1},
 }
-
-
-NAMES = list(ENTRIES)
 each_norm = pytest.mark.parametrize("name", NAMES)
+each_recorder = pytest.mark.parametrize("name", RECORDERS)
 
 
 def replace(layer, name):

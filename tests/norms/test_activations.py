@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.batch_free import convert
 from helpers.common import images
 from torch import nn
 
+import memnorm
 from memnorm.errors import MemnormWarning
 from memnorm.lab import models
-from memnorm.norms import frn
 from memnorm.norms.frn import FilterResponseNorm
 
 
@@ -81,7 +80,7 @@ def relus(net):
 
 
 def test_activation_modules_after_norms_are_removed():
-    net = convert(Modules(), frn.ENTRY)
+    net = memnorm.convert(Modules(), "frn")
     assert thresholds(net) == {"norm1": True, "norm2": True}
     assert relus(net) == []
     assert isinstance(net.relu1, nn.Identity)
@@ -89,7 +88,7 @@ def test_activation_modules_after_norms_are_removed():
 
 
 def test_activation_functions_stay_after_the_threshold():
-    net = convert(Functions(), frn.ENTRY)
+    net = memnorm.convert(Functions(), "frn")
     assert thresholds(net) == {"norm1": True, "norm2": True}
     with torch.no_grad():
         net.norm2.threshold.fill_(-5)
@@ -97,17 +96,17 @@ def test_activation_functions_stay_after_the_threshold():
 
 
 def test_a_module_shared_by_norms_goes():
-    assert relus(convert(SharedBehindNorms(), frn.ENTRY)) == ["relu2"]
+    assert relus(memnorm.convert(SharedBehindNorms(), "frn")) == ["relu2"]
 
 
 def test_a_module_that_is_also_used_elsewhere_stays():
-    net = convert(SharedElsewhere(), frn.ENTRY)
+    net = memnorm.convert(SharedElsewhere(), "frn")
     assert relus(net) == ["relu1", "relu2"]
     assert thresholds(net) == {"norm1": True, "norm2": False}
 
 
 def test_a_norm_whose_own_output_is_used_has_no_threshold():
-    net = convert(Tapped(), frn.ENTRY)
+    net = memnorm.convert(Tapped(), "frn")
     assert thresholds(net) == {"norm1": False, "norm2": True}
     assert relus(net) == ["relu1"]
 
@@ -116,7 +115,7 @@ def test_a_module_with_a_hook_stays():
     net = Modules()
     seen = []
     net.relu1.register_forward_hook(lambda *args: seen.append(args))
-    convert(net, frn.ENTRY)
+    memnorm.convert(net, "frn")
     net(images(2, seed=0))
     assert relus(net) == ["relu1"]
     assert len(seen) == 1
@@ -124,7 +123,7 @@ def test_a_module_with_a_hook_stays():
 
 def test_without_a_graph_the_place_in_a_sequence_decides_and_a_warning_says_so():
     with pytest.warns(MemnormWarning, match=r"what follows 2 of 3 norms of DataDependent is unknown \(TraceError"):
-        net = convert(DataDependent(), frn.ENTRY)
+        net = memnorm.convert(DataDependent(), "frn")
     assert thresholds(net) == {"norm1": False, "norm2": False, "block.1": True}
     assert relus(net) == ["relu1", "relu2"]
     assert isinstance(net.block[2], nn.Identity)
@@ -139,7 +138,7 @@ def test_without_a_graph_a_shared_activation_stays():
     relu = nn.ReLU()
     first = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Identity(), relu)
     net = Untraceable(first, nn.Sequential(nn.Conv2d(3, 3, 1), relu))
-    convert(net, frn.ENTRY)
+    memnorm.convert(net, "frn")
     assert net[0][3] is relu
     assert thresholds(net) == {"0.1": True}
 
@@ -148,7 +147,7 @@ def test_without_a_graph_a_shared_norm_has_no_threshold():
     norm = nn.BatchNorm2d(3)
     net = Untraceable(nn.Sequential(norm, nn.ReLU()), nn.Sequential(norm, nn.Conv2d(3, 3, 1)))
     with pytest.warns(MemnormWarning, match="1 of 1 norms"):
-        convert(net, frn.ENTRY)
+        memnorm.convert(net, "frn")
     assert thresholds(net) == {"0.0": False}
     assert relus(net) == ["0.1"]
 
@@ -159,20 +158,20 @@ def test_a_norm_that_the_trace_does_not_reach_is_judged_by_its_place():
             super().__init__()
             self.spare = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
 
-    net = convert(Auxiliary(), frn.ENTRY)
+    net = memnorm.convert(Auxiliary(), "frn")
     assert thresholds(net) == {"norm1": True, "norm2": True, "spare.1": True}
     assert relus(net) == []
 
 
 def test_arguments_with_defaults_and_sizes_can_be_traced():
-    net = convert(Called(), frn.ENTRY)
+    net = memnorm.convert(Called(), "frn")
     assert thresholds(net) == {"norm1": True, "norm2": False}
     assert isinstance(net.relu1, nn.Identity)
 
 
 def test_identities_between_norm_and_activation_are_looked_through():
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Identity(), nn.ReLU())
-    convert(net, frn.ENTRY)
+    memnorm.convert(net, "frn")
     assert isinstance(net[3], nn.Identity)
 
 
@@ -180,7 +179,7 @@ def test_a_module_that_is_merely_called_relu_stays():
     net = nn.Sequential()
     for name, layer in (("conv", nn.Conv2d(3, 4, 1)), ("bn", nn.BatchNorm2d(4)), ("relu", nn.PReLU())):
         net.add_module(name, layer)
-    convert(net, frn.ENTRY)
+    memnorm.convert(net, "frn")
     assert isinstance(net.relu, nn.PReLU)
     assert net.bn.threshold is None
 
@@ -194,13 +193,13 @@ def test_tracing_draws_no_random_number():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    convert(net, frn.ENTRY)
+    memnorm.convert(net, "frn")
     torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)
     assert relus(net) == []
 
 
 def test_the_end_of_a_residual_branch_has_no_threshold():
-    net = convert(models.build("resnet8", classes=5, image_shape=(3, 8, 8)), frn.ENTRY)
+    net = memnorm.convert(models.build("resnet8", classes=5, image_shape=(3, 8, 8)), "frn")
     found = thresholds(net)
     assert found["bn1"]
     assert {name.rpartition(".")[2]: value for name, value in found.items() if "layer" in name} == {

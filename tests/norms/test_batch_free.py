@@ -5,10 +5,11 @@ import pickle
 
 import pytest
 import torch
-from helpers.batch_free import SHAPES, convert, random_batch_norm
+from helpers.batch_free import SHAPES, random_batch_norm
 from helpers.common import assert_same_state, images, labels, leaf, small_net
 from torch import nn
 
+import memnorm
 from memnorm.errors import DTypeError, InputError, OptionError
 from memnorm.norms import evonorm_s0, frn, group, instance, layer, normprop, weight_norm
 from memnorm.norms.batch_free import BatchFreeNorm, choose_groups
@@ -45,7 +46,7 @@ def test_mode_and_dtype_are_those_of_the_batch_norm(norm):
 def test_a_model_in_eval_mode_stays_there_in_all_its_parts(norm):
     net = small_net().eval()
     net[2].train()
-    convert(net, norm.ENTRY)
+    memnorm.convert(net, norm.ENTRY["name"])
     assert [one.training for one in net] == [False, False, True, *([False] * 6)]
     assert not any(one.training for part in net[3:] for one in part.modules())
 
@@ -117,7 +118,7 @@ def test_narrow_input_keeps_its_dtype_and_nearly_its_result(norm):
 
 @named(ALL)
 def test_a_model_trains_under_autocast(norm):
-    net = convert(small_net(), norm.ENTRY)
+    net = memnorm.convert(small_net(), norm.ENTRY["name"])
     with torch.autocast("cpu", torch.bfloat16):
         loss = nn.functional.cross_entropy(net(images(4, seed=0)), labels(4, seed=0))
     loss.backward()
@@ -127,7 +128,7 @@ def test_a_model_trains_under_autocast(norm):
 
 @named(ALL)
 def test_a_copy_trains_apart_from_the_original(norm):
-    net = convert(small_net(), norm.ENTRY)
+    net = memnorm.convert(small_net(), norm.ENTRY["name"])
     step(net)
     twin = copy.deepcopy(net)
     before = copy.deepcopy(net.state_dict())
@@ -140,7 +141,7 @@ def test_a_copy_trains_apart_from_the_original(norm):
 
 @named([norm for norm in ALL if norm is not weight_norm])  # torch does not pickle parametrized layers
 def test_a_model_survives_pickling(norm):
-    net = convert(small_net(), norm.ENTRY)
+    net = memnorm.convert(small_net(), norm.ENTRY["name"])
     again = pickle.loads(pickle.dumps(net))
     x = images(2, seed=0)
     torch.testing.assert_close(again(x), net(x), rtol=0, atol=0)
@@ -160,7 +161,7 @@ def test_a_state_on_meta_can_be_made_real(norm):
 def test_a_model_on_meta_is_converted(norm):
     with torch.device("meta"):
         net = small_net()
-    convert(net, norm.ENTRY)
+    memnorm.convert(net, norm.ENTRY["name"])
     assert net(torch.empty(2, 3, 8, 8, device="meta")).shape == (2, 5)
 
 
@@ -231,13 +232,13 @@ def test_a_number_of_groups_that_is_none_is_an_error(wish):
 
 @named(ALL)
 def test_a_second_conversion_leaves_the_layers_of_the_first_alone(norm):
-    first = convert(small_net(seed=1), norm.ENTRY)
+    first = memnorm.convert(small_net(seed=1), norm.ENTRY["name"])
     before = [(name, type(one), len(list(one.parameters(recurse=False)))) for name, one in first.named_modules()]
     both = nn.Sequential(first, nn.Unflatten(1, (5, 1)), nn.Conv1d(5, 4, 1), nn.BatchNorm1d(4))
     if norm is instance:
         both[1] = nn.Unflatten(1, (1, 5))
         both[2] = nn.Conv1d(1, 4, 1)
-    convert(both, norm.ENTRY)
+    memnorm.convert(both, norm.ENTRY["name"])
     after = [(name, type(one), len(list(one.parameters(recurse=False)))) for name, one in first.named_modules()]
     assert after == before
 
@@ -252,11 +253,11 @@ def test_a_layer_with_its_own_activation_keeps_what_follows():
             return self.act(self.drop(super().forward(x)))
 
     net = nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4))
-    convert(net, group.ENTRY)
+    memnorm.convert(net, "group")
     assert isinstance(net[1], nn.Sequential)
     assert isinstance(net[1][2], nn.ReLU)
     net = nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4))
-    convert(net, frn.ENTRY)
+    memnorm.convert(net, "frn")
     assert isinstance(net[1][2], nn.Identity)
     assert net[1][0].threshold is not None
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers.batch_free import SHAPES, assert_trains_like, convert, random_batch_norm
+from helpers.batch_free import SHAPES, assert_trains_like, random_batch_norm
 from helpers.common import leaf, randn, small_net
 from torch import nn
 
+import memnorm
 from memnorm.errors import InputError
-from memnorm.norms import frn
 from memnorm.norms.frn import FilterResponseNorm
 
 
@@ -69,7 +69,7 @@ def test_single_values_need_a_learned_epsilon_and_the_error_says_so(shape):
 
 
 def test_the_threshold_replaces_the_following_relu():
-    net = convert(small_net(), frn.ENTRY)
+    net = memnorm.convert(small_net(), "frn")
     assert [type(one).__name__ for one in net][1:3] == ["FilterResponseNorm", "Identity"]
     with torch.no_grad():
         net[1].threshold.fill_(-0.25)
@@ -77,7 +77,7 @@ def test_the_threshold_replaces_the_following_relu():
 
 
 def test_without_a_following_relu_there_is_no_threshold():
-    net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), frn.ENTRY)
+    net = memnorm.convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), "frn")
     assert net[1].threshold is None
     assert net[1](leaf((2, 4, 4, 4), seed=0, dtype=torch.float32)).min() < -0.5
 
@@ -90,7 +90,7 @@ def test_without_threshold_it_trains_like_the_normalisation_alone():
 
 
 def test_a_layer_converted_by_itself_keeps_its_threshold():
-    assert convert(nn.BatchNorm2d(3), frn.ENTRY).threshold is not None
+    assert memnorm.convert(nn.BatchNorm2d(3), "frn").threshold is not None
 
 
 def test_the_gradient_goes_to_the_threshold_where_it_cuts():

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from helpers.batch_free import SHAPES, assert_trains_like, convert, per_channel, random_batch_norm
+from helpers.batch_free import SHAPES, assert_trains_like, per_channel, random_batch_norm
 from helpers.common import assert_same_output_and_gradients, leaf, small_net
 from torch import nn
 
+import memnorm
 from memnorm.errors import InputError
 from memnorm.norms import group, instance, layer
 
@@ -76,17 +77,17 @@ def test_instance_norm_of_another_number_of_channels_is_an_error_also_without_af
 
 
 def test_a_model_gets_as_many_groups_as_each_width_allows():
-    net = convert(small_net(), group.ENTRY, num_groups=4)
+    net = memnorm.convert(small_net(), "group", num_groups=4)
     assert [one.num_groups for one in net.modules() if isinstance(one, nn.GroupNorm)] == [3, 4]
-    net = convert(small_net(), group.ENTRY)
+    net = memnorm.convert(small_net(), "group")
     assert [one.num_groups for one in net.modules() if isinstance(one, nn.GroupNorm)] == [3, 2]
-    net = convert(small_net(), layer.ENTRY)
+    net = memnorm.convert(small_net(), "layer")
     assert [one.num_groups for one in net.modules() if isinstance(one, nn.GroupNorm)] == [1, 1]
 
 
 def test_the_following_activation_stays():
     for norm in (group, layer, instance):
-        net = convert(small_net(), norm.ENTRY)
+        net = memnorm.convert(small_net(), norm.ENTRY["name"])
         assert [type(one) for one in net].count(nn.ReLU) == 2
 
 

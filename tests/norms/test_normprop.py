@@ -5,7 +5,6 @@ import statistics
 
 import pytest
 import torch
-from helpers.batch_free import convert
 from helpers.common import images, labels, randn, small_net
 from torch import nn
 from torch.nn import functional as F
@@ -45,7 +44,7 @@ def pooled_net():
     )
     for index, value in enumerate(net.parameters()):
         value.data = 0.4 * randn(*value.shape, seed=index) + (1 if index in (2, 6) else 0)
-    return convert(net.double(), normprop.ENTRY)
+    return memnorm.convert(net.double(), "normprop")
 
 
 def test_trains_like_its_equations():
@@ -96,7 +95,7 @@ def wide_chain():
 
 
 def test_gaussian_data_keep_mean_0_and_variance_1_in_every_layer():
-    found = moments(convert(wide_chain(), normprop.ENTRY, ratio=1.0), randn(8, 16, 18, 18, seed=99).float())
+    found = moments(memnorm.convert(wide_chain(), "normprop", ratio=1.0), randn(8, 16, 18, 18, seed=99).float())
     assert len(found) == 11
     for mean, var in found:
         assert mean == pytest.approx(0, abs=0.1)
@@ -105,7 +104,7 @@ def test_gaussian_data_keep_mean_0_and_variance_1_in_every_layer():
 
 def test_the_ratio_of_the_paper_shrinks_the_deviation_by_as_much():
     (mean, var), (mean_after, var_after) = moments(
-        convert(wide_chain(), normprop.ENTRY), randn(8, 16, 18, 18, seed=99).float()
+        memnorm.convert(wide_chain(), "normprop"), randn(8, 16, 18, 18, seed=99).float()
     )[:2]
     std = 1 / 1.21
     assert mean == pytest.approx(0, abs=0.02)
@@ -119,7 +118,7 @@ def test_with_the_ratio_of_the_paper_gradients_keep_their_size():
     for ratio, expected in ((1.21, 1.0), (1.0, 1.21**2)):
         net = nn.Sequential(nn.Linear(200, 200), nn.BatchNorm1d(200), nn.ReLU())
         nn.init.normal_(net[0].weight, generator=torch.Generator().manual_seed(0))
-        convert(net, normprop.ENTRY, ratio=ratio)
+        memnorm.convert(net, "normprop", ratio=ratio)
         jacobians = torch.func.vmap(torch.func.jacrev(net))(randn(50, 1, 200, seed=1).float()).detach()
         assert float(jacobians.square().sum() / 50 / 200) == pytest.approx(expected, rel=0.05)
 
@@ -127,7 +126,7 @@ def test_with_the_ratio_of_the_paper_gradients_keep_their_size():
 @pytest.mark.parametrize("name", ["nin", "vgg16"])
 def test_the_networks_of_the_paper_start_with_unit_moments(name):
     torch.manual_seed(0)
-    net = convert(models.build(name, classes=10, image_shape=(3, 32, 32)), normprop.ENTRY, ratio=1.0).eval()
+    net = memnorm.convert(models.build(name, classes=10, image_shape=(3, 32, 32)), "normprop", ratio=1.0).eval()
     found = moments(net, randn(2, 3, 32, 32, seed=0).float())
     assert len(found) == {"nin": 20, "vgg16": 31}[name]
     # Zeros at the borders take variance away layer by layer; the values in a window are not quite independent.
@@ -190,7 +189,7 @@ def test_the_length_of_a_filter_does_not_matter():
 def test_weights_stay_the_same_objects_under_the_same_names_and_biases_before_norms_go():
     plain = small_net()
     before = dict(plain.named_parameters())
-    after = dict(convert(plain, normprop.ENTRY).named_parameters())
+    after = dict(memnorm.convert(plain, "normprop").named_parameters())
     assert set(before) - set(after) == {"0.bias", "3.bias"}
     assert all(after[name] is before[name] for name in after)
 
@@ -200,7 +199,7 @@ def test_convolutions_are_still_convolutions_and_keep_their_hooks():
     seen = []
     net[0].register_forward_hook(lambda *_: seen.append(1))
     net[2].register_forward_hook(lambda *_: seen.append(2))
-    convert(net, normprop.ENTRY)
+    memnorm.convert(net, "normprop")
     net(images(2, seed=0))
     assert isinstance(net[0], nn.Conv2d)
     assert seen == [1, 2]
@@ -211,19 +210,19 @@ def test_a_global_average_and_a_relu_without_norm_are_unchanged():
         *(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
         *(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)),
     )
-    convert(net, normprop.ENTRY)
+    memnorm.convert(net, "normprop")
     assert [type(one).__name__ for one in net] == [
         *("UnitConv2d", "NormProp", "Sequential", "AdaptiveAvgPool2d", "Flatten", "Linear", "ReLU", "Linear"),
     ]
 
 
 def test_a_norm_without_relu_is_not_followed_by_constants():
-    net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), normprop.ENTRY)
+    net = memnorm.convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), "normprop")
     assert [type(one).__name__ for one in net] == ["UnitConv2d", "NormProp", "Conv2d"]
 
 
 def test_there_is_nothing_to_record():
-    net = convert(small_net(), normprop.ENTRY)
+    net = memnorm.convert(small_net(), "normprop")
     with pytest.raises(NothingToRecord, match="its norms are NormProp"):
         memnorm.rerecord(net, images(2, seed=0))
 
@@ -231,7 +230,7 @@ def test_there_is_nothing_to_record():
 @pytest.mark.parametrize("ratio", [0, -1.21, math.inf, math.nan, "1.21", True, None])
 def test_the_ratio_must_be_a_positive_number(ratio):
     with pytest.raises(OptionError, match="ratio must be a positive number"):
-        convert(small_net(), normprop.ENTRY, ratio=ratio)
+        memnorm.convert(small_net(), "normprop", ratio=ratio)
 
 
 @pytest.mark.parametrize(("name", "size"), [("resnet8", 8), ("resnet50", 32), ("googlenet", 32)])
@@ -240,13 +239,13 @@ def test_networks_with_branches_are_an_error_with_the_reason(name, size):
         net = models.build(name, classes=5, image_shape=(3, size, size))
     reason = {"googlenet": "cat"}.get(name, "add")
     with pytest.raises(OptionError, match=rf"branches are joined \({reason}\), as in a residual network"):
-        convert(net, normprop.ENTRY)
+        memnorm.convert(net, "normprop")
 
 
 def refusal(net):
     before = [(name, type(one)) for name, one in net.named_modules()]
     with pytest.raises(OptionError) as caught:
-        convert(net, normprop.ENTRY)
+        memnorm.convert(net, "normprop")
     assert [(name, type(one)) for name, one in net.named_modules()] == before, "a refused model is as before"
     return str(caught.value)
 
@@ -303,7 +302,7 @@ def test_a_relu_that_is_also_used_without_norm_is_an_error():
 
 def test_a_relu_shared_by_norms_only_is_fine():
     relu = nn.ReLU()
-    net = convert(nn.Sequential(block(relu), block(relu, first=nn.Conv2d(4, 4, 1))), normprop.ENTRY)
+    net = memnorm.convert(nn.Sequential(block(relu), block(relu, first=nn.Conv2d(4, 4, 1))), "normprop")
     assert net[0][2] is net[1][2]
     assert isinstance(net[0][2][1], Standardize)
 
@@ -318,7 +317,7 @@ def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason():
 
 def test_a_single_batch_norm_is_an_error():
     with pytest.raises(OptionError, match="a single norm"):
-        convert(nn.BatchNorm2d(3), normprop.ENTRY)
+        memnorm.convert(nn.BatchNorm2d(3), "normprop")
 
 
 def test_a_norm_that_includes_another_activation_is_an_error():
@@ -331,7 +330,7 @@ def test_a_norm_that_includes_another_activation_is_an_error():
             return self.act(self.drop(super().forward(x)))
 
     assert "include SiLU" in refusal(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, nn.SiLU())))
-    net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, nn.ReLU())), normprop.ENTRY)
+    net = memnorm.convert(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, nn.ReLU())), "normprop")
     assert isinstance(net[1][2][1], Standardize)
 
 
@@ -345,4 +344,4 @@ def test_sizes_in_a_forward_are_no_branches():
             x = self.block(x)
             return self.fc(x.view(x.size(0), x.shape[1], -1).mean(2).view(x.shape[0], -1))
 
-    assert convert(Flat(), normprop.ENTRY)(images(2, seed=0)).shape == (2, 2)
+    assert memnorm.convert(Flat(), "normprop")(images(2, seed=0)).shape == (2, 2)

@@ -4,20 +4,19 @@ import copy
 
 import pytest
 import torch
-from helpers.batch_free import convert
 from helpers.common import images, labels, leaf, randn, small_net
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+import memnorm
 from memnorm.lab import models
-from memnorm.norms import weight_norm
 from memnorm.norms.weight_norm import WeightNormAffine
 
 
 def wide_net():
-    return convert(small_net(dtype=torch.float64), weight_norm.ENTRY)
+    return memnorm.convert(small_net(dtype=torch.float64), "weight_norm")
 
 
 def batch(seed, count=8):
@@ -67,7 +66,7 @@ class Literal:
 def test_trains_like_its_equations_from_the_first_batch_on():
     plain = small_net(dtype=torch.float64)
     literal = Literal(plain)
-    net = convert(plain, weight_norm.ENTRY)
+    net = memnorm.convert(plain, "weight_norm")
     own = [
         *(net[0].parametrizations.weight.original1, net[1].weight, net[1].bias),
         *(net[3].parametrizations.weight.original1, net[4].weight, net[4].bias),
@@ -133,7 +132,7 @@ def test_the_flag_and_the_parameters_are_written_in_place():
 
 
 def test_without_data_init_the_batch_norms_parameters_are_kept():
-    net = convert(small_net(), weight_norm.ENTRY, data_init=False)
+    net = memnorm.convert(small_net(), "weight_norm", data_init=False)
     before = net[1].weight.detach().clone()
     net(images(4, seed=0))
     torch.testing.assert_close(net[1].weight, before, rtol=0, atol=0)
@@ -186,7 +185,7 @@ def test_filters_that_feed_a_norm_have_length_1_for_good():
 def test_what_feeds_no_norm_keeps_its_function_and_its_length_is_learned():
     plain = small_net()
     weight, bias = plain[8].weight.detach().clone(), plain[8].bias
-    net = convert(plain, weight_norm.ENTRY)
+    net = memnorm.convert(plain, "weight_norm")
     torch.testing.assert_close(net[8].weight, weight, rtol=0, atol=1e-6)
     assert net[8].bias is bias
     assert net[8].parametrizations.weight.original0.requires_grad
@@ -201,7 +200,7 @@ def test_no_statistic_of_the_batch_enters_after_the_first():
 
 
 def test_a_residual_network_has_all_its_norms_paired():
-    net = convert(models.build("resnet8", classes=5, image_shape=(3, 8, 8)), weight_norm.ENTRY)
+    net = memnorm.convert(models.build("resnet8", classes=5, image_shape=(3, 8, 8)), "weight_norm")
     convs = [one for one in net.modules() if isinstance(one, nn.Conv2d)]
     assert len(convs) == 7
     assert not any(conv.parametrizations.weight.original0.requires_grad for conv in convs)
@@ -216,7 +215,7 @@ def test_a_norm_after_a_sum_has_its_own_scale_and_the_weights_keep_theirs():
         def forward(self, x):
             return self.norm(self.conv(x) + x)
 
-    net = convert(Sum(), weight_norm.ENTRY)
+    net = memnorm.convert(Sum(), "weight_norm")
     assert net.conv.parametrizations.weight.original0.requires_grad
     assert net.conv.bias is not None
     y = net(images(4, seed=0))
@@ -228,7 +227,7 @@ def test_without_a_graph_the_lengths_are_learned():
         def forward(self, x):
             return super().forward(x) if x.sum() > -1e9 else x
 
-    net = convert(Fickle(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), weight_norm.ENTRY)
+    net = memnorm.convert(Fickle(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "weight_norm")
     assert net[0].parametrizations.weight.original0.requires_grad
     assert net(images(4, seed=0)).isfinite().all()
 
@@ -242,7 +241,7 @@ def test_a_convolution_used_without_its_norm_as_well_keeps_its_length():
         def forward(self, x):
             return self.conv(self.norm(self.conv(x)))
 
-    assert convert(Twice(), weight_norm.ENTRY).conv.parametrizations.weight.original0.requires_grad
+    assert memnorm.convert(Twice(), "weight_norm").conv.parametrizations.weight.original0.requires_grad
 
 
 def test_a_convolution_whose_result_goes_elsewhere_as_well_keeps_its_length():
@@ -255,7 +254,7 @@ def test_a_convolution_whose_result_goes_elsewhere_as_well_keeps_its_length():
             x = self.conv(x)
             return self.norm(x) + x
 
-    assert convert(Tapped(), weight_norm.ENTRY).conv.parametrizations.weight.original0.requires_grad
+    assert memnorm.convert(Tapped(), "weight_norm").conv.parametrizations.weight.original0.requires_grad
 
 
 def test_a_norm_of_a_parameter_has_nothing_in_front():
@@ -267,7 +266,7 @@ def test_a_norm_of_a_parameter_has_nothing_in_front():
         def forward(self, x):
             return x @ self.norm(self.table)
 
-    assert convert(Table(), weight_norm.ENTRY)(torch.ones(2, 4)).isfinite().all()
+    assert memnorm.convert(Table(), "weight_norm")(torch.ones(2, 4)).isfinite().all()
 
 
 def test_tied_parametrized_and_zero_weights_are_unchanged():
@@ -275,7 +274,7 @@ def test_tied_parametrized_and_zero_weights_are_unchanged():
     net[1].weight = net[0].weight
     nn.init.zeros_(net[3].weight)
     nn.utils.parametrizations.spectral_norm(net[4])
-    convert(net, weight_norm.ENTRY)
+    memnorm.convert(net, "weight_norm")
     assert net[1].weight is net[0].weight
     assert not parametrize.is_parametrized(net[3])
     assert len(net[4].parametrizations.weight) == 1
@@ -289,18 +288,18 @@ def test_tied_parametrized_and_zero_weights_are_unchanged():
 )
 def test_there_is_one_length_per_output_channel(layer, dimension):
     kind = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(layer.weight.dim(), nn.BatchNorm1d)
-    net = convert(nn.Sequential(layer, kind(4)), weight_norm.ENTRY)
+    net = memnorm.convert(nn.Sequential(layer, kind(4)), "weight_norm")
     lengths = net[0].weight.detach().transpose(0, dimension).flatten(1).norm(dim=1)
     torch.testing.assert_close(lengths, torch.ones(4), rtol=0, atol=1e-6)
 
 
 def test_groups_of_a_transposed_convolution_share_slices_and_keep_their_length():
-    net = convert(nn.Sequential(nn.ConvTranspose2d(4, 4, 2, groups=2), nn.BatchNorm2d(4)), weight_norm.ENTRY)
+    net = memnorm.convert(nn.Sequential(nn.ConvTranspose2d(4, 4, 2, groups=2), nn.BatchNorm2d(4)), "weight_norm")
     assert net[0].parametrizations.weight.original0.requires_grad
 
 
 def test_a_batch_norm_without_affine_map_gets_scale_and_bias():
-    net = convert(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)), weight_norm.ENTRY)
+    net = memnorm.convert(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)), "weight_norm")
     assert net[1].weight.tolist() == [1] * 4
     assert net[1].bias.requires_grad
 
