@@ -169,12 +169,6 @@ def test_arguments_with_defaults_and_sizes_can_be_traced():
     assert isinstance(net.relu1, nn.Identity)
 
 
-def test_identities_between_norm_and_activation_are_looked_through():
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Identity(), nn.ReLU())
-    memnorm.convert(net, "frn")
-    assert isinstance(net[3], nn.Identity)
-
-
 def test_a_module_that_is_merely_called_relu_stays():
     net = nn.Sequential()
     for name, layer in (("conv", nn.Conv2d(3, 4, 1)), ("bn", nn.BatchNorm2d(4)), ("relu", nn.PReLU())):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.common import SHAPES, assert_same_output_and_gradients, leaf
+from helpers.common import SHAPES, assert_same_output_and_gradients
 from helpers.running_norms import built, drifting, follow, moments, per_channel
 
 import memnorm
@@ -75,50 +75,12 @@ def test_the_first_step_is_batch_norm(shape):
         assert_same_output_and_gradients(ours, torchs, drifting(shape, 0), atol=1e-12)
 
 
-def test_after_one_step_the_statistics_are_the_first_batchs():
-    layer = built("lagged_bn", momentum=0.01)
-    x = drifting((8, 3, 4), 0)
-    layer(x)
-    mean, var, _ = moments(x.detach())
-    torch.testing.assert_close(layer.running_mean, mean, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(layer.running_var, var, rtol=1e-12, atol=1e-12)
-
-
-def test_momentum_one_is_batch_norm_in_every_step():
-    ours = built("lagged_bn", rank=3, momentum=1.0)
-    torchs = memnorm.to_batchnorm(copy.deepcopy(ours))
-    for step in range(3):
-        assert_same_output_and_gradients(ours, torchs, drifting((8, 3, 4), step), atol=1e-11)
-
-
-def test_trained_statistics_of_a_batch_norm_have_their_weight():
-    """After many batches, the weight of the next one is the momentum."""
-    layer = built("lagged_bn", momentum=0.1)
-    layer.running_mean.fill_(2.0), layer.num_batches_tracked.fill_(10_000)
-    x = drifting((8, 3, 4), 0)
-    layer(x)
-    torch.testing.assert_close(layer.running_mean, 1.8 + 0.1 * moments(x.detach())[0], rtol=1e-12, atol=1e-12)
-
-
 def test_the_training_output_is_evals_after_the_batch_was_recorded():
     layer = built("lagged_bn")
     for step in range(3):
         x = drifting((8, 3, 4), step)
         y = layer(x)
         torch.testing.assert_close(y, copy.deepcopy(layer).eval()(x), rtol=1e-9, atol=1e-9)
-
-
-def test_the_gradient_is_that_of_the_batchs_part():
-    """Far into training the batch has little weight, and the gradient comes near eval mode's."""
-    layer = built("lagged_bn", momentum=1e-6)
-    layer.num_batches_tracked.fill_(10**9)
-    x = leaf((8, 3, 4), seed=0)
-    grads = []
-    for mode in (True, False):
-        layer.train(mode)
-        with memnorm.recording(layer, False):
-            grads.append(torch.autograd.grad(layer(x).square().sum(), x)[0])
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 def test_a_momentum_of_zero_is_an_error():
