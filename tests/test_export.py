@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from helpers.common import assert_same_state, images
-from helpers.export import MANY, assert_folded, in_onnx_runtime, quantized
+from helpers.export import assert_folded, in_onnx_runtime, quantized
 from helpers.torch_tools import Layer, compute_on, double, resnet, trained
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -36,13 +36,6 @@ def norms(net: nn.Module) -> list[nn.Module]:
 # torch.fx
 
 
-def test_a_residual_network_made_plain_again_evaluates_the_same():
-    net, x = evaluating(), other_images()
-    plain = memnorm.to_batchnorm(copy.deepcopy(net))
-    assert {type(layer) for layer in norms(plain)} == {nn.BatchNorm2d}
-    torch.testing.assert_close(plain(x), net(x), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("which", ["kernels", "torch"])
 def test_a_traced_residual_network_trains_as_it_does_untraced(which, monkeypatch):
     compute_on(which, monkeypatch)
@@ -51,20 +44,6 @@ def test_a_traced_residual_network_trains_as_it_does_untraced(which, monkeypatch
     trained(net)
     trained(traced)
     assert_same_state(traced, net, atol=1e-12)
-
-
-def test_a_traced_residual_network_can_be_made_plain_again():
-    net, x = evaluating(), other_images()
-    plain = memnorm.to_batchnorm(fx.symbolic_trace(copy.deepcopy(net)))
-    assert {type(layer) for layer in norms(plain)} == {nn.BatchNorm2d}
-    torch.testing.assert_close(plain(x), net(x), rtol=0, atol=1e-12)
-
-
-def test_a_traced_network_saved_as_a_whole_trains_on_alike(tmp_path):
-    net = trained(resnet())
-    torch.save(fx.symbolic_trace(copy.deepcopy(net)), tmp_path / "traced.pt")
-    loaded = torch.load(tmp_path / "traced.pt", weights_only=False)
-    assert_same_state(trained(loaded), trained(net), atol=1e-12)
 
 
 @pytest.mark.parametrize("first", ["plain", "traced"])
@@ -85,14 +64,6 @@ def test_fusion_of_a_converted_network_changes_nothing():
 
 
 # torch.export
-
-
-def test_an_exported_network_evaluates_the_same_on_any_number_of_images():
-    net = evaluating()
-    program = torch.export.export(net, (images(4, seed=0, dtype=double),), dynamic_shapes=(MANY,))
-    assert not program.graph_signature.buffers_to_mutate
-    for x in (other_images(), images(1, seed=3, dtype=double)):
-        torch.testing.assert_close(program.module()(x), net(x), rtol=0, atol=1e-12)
 
 
 def test_an_exported_network_needs_nothing_of_memnorm(tmp_path):

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers.common import images, labels, small_net
+from helpers.common import small_net
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -66,13 +66,6 @@ def test_a_model_without_double_forward_and_schedule_reports_it_when_it_is_saved
         model.state_dict()
 
 
-def test_a_model_inside_another_reports_it_when_that_one_is_saved():
-    outer = nn.ModuleDict({"backbone": memnorm.convert(small_net())})
-    to_sync(outer)
-    with pytest.warns(MemnormWarning, match="convert_sync_batchnorm"):
-        outer.state_dict()
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_reports_it_as_well(copied):
     model = copied(memnorm.convert(small_net()))
@@ -106,10 +99,6 @@ def test_converting_twice_watches_once():
     assert len(model._state_dict_pre_hooks) == 1
 
 
-def test_a_single_layer_has_no_hook():
-    assert not memnorm.convert(nn.BatchNorm2d(3))._state_dict_pre_hooks
-
-
 def test_a_skipped_sync_batch_norm_gives_no_warning():
     model = small_net()
     model[1] = nn.SyncBatchNorm(6)
@@ -117,14 +106,3 @@ def test_a_skipped_sync_batch_norm_gives_no_warning():
     with pytest.warns(MemnormWarning, match="convert skipped"):
         memnorm.convert(model)
     saves_silently(model)
-
-
-def test_training_works_if_convert_comes_last():
-    model = memnorm.convert(to_sync(memnorm.convert(small_net())))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memnorm.double_forward(model, optimizer)
-    schedule = memnorm.StrengthSchedule(model, 3)
-    nn.functional.cross_entropy(model(images(4, seed=1)), labels(4, seed=1)).backward()
-    optimizer.step()
-    schedule.step()
-    assert int(model[1].num_batches_tracked) == 1
