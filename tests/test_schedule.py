@@ -156,11 +156,12 @@ def test_arguments_out_of_range_are_errors(total_steps, options, words):
         StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), total_steps, **options)
 
 
-def train_with_double_forward(model, *, before_steps=lambda model: None, steps=3):
+def train(model, *, twice, before_steps=lambda model: None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memnorm.double_forward(model, optimizer)
+    if twice:
+        memnorm.double_forward(model, optimizer)
     before_steps(model)
-    for seed in range(steps):
+    for seed in range(3):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images(4, seed=seed)), labels(4, seed=seed)).backward()
         optimizer.step()
@@ -172,24 +173,59 @@ def pretrained_net():
     return model
 
 
-def test_a_constant_strength_warns_once_in_training():
+def load_trained_statistics(model):
+    checkpoint = pretrained_net().state_dict()
+    for name in ("1.num_batches_tracked", "4.num_batches_tracked"):
+        checkpoint[name].fill_(1000)
+    model.load_state_dict(checkpoint)
+
+
+each_scheme = pytest.mark.parametrize("twice", [False, True], ids=["MBN-1", "MBN-2"])
+
+
+@each_scheme
+def test_a_constant_strength_warns_once_at_the_first_step(twice):
     with pytest.warns(memnorm.MemnormWarning, match=r"constant \(0\.5\).*StrengthSchedule\(model, total_st") as seen:
-        train_with_double_forward(memnorm.convert(small_net()))
+        train(memnorm.convert(small_net()), twice=twice)
     assert len(seen) == 1
 
 
+def test_double_forward_warns_of_a_constant_strength_of_layers_that_were_not_converted():
+    with pytest.warns(memnorm.MemnormWarning, match=r"constant \(0\.4\)"):
+        train(small_net(lambda channels: memnorm.MemorizedBatchNorm2d(channels, strength=0.4)), twice=True)
+
+
+SILENT = {
+    "schedule": (lambda: memnorm.convert(small_net()), lambda model: StrengthSchedule(model, 3)),
+    "constant schedule": (
+        lambda: memnorm.convert(small_net()),
+        lambda model: StrengthSchedule(model, 3, milestones=(), values=(0.5,)),
+    ),
+    "small": (lambda: memnorm.convert(small_net(), strength=0.1), lambda model: None),
+    "pretrained": (lambda: memnorm.convert(pretrained_net()), lambda model: None),
+    "loaded": (lambda: memnorm.convert(small_net()), load_trained_statistics),
+    "new layer in a pretrained model": (lambda: memnorm.convert(partly_pretrained()), lambda model: None),
+    "two-way memory": (lambda: memnorm.convert(small_net(), "two_way", warmup=0), lambda model: None),
+    "batch norm": (lambda: memnorm.convert(small_net(), "bn"), lambda model: None),
+}
+
+
+def partly_pretrained():
+    model = pretrained_net()
+    model[4] = nn.BatchNorm2d(4)
+    return model
+
+
 @pytest.mark.filterwarnings("error::memnorm.MemnormWarning")
-@pytest.mark.parametrize(
-    ("build", "before_steps"),
-    [
-        (lambda: memnorm.convert(small_net()), lambda model: StrengthSchedule(model, 3)),
-        (lambda: memnorm.convert(small_net()), lambda model: StrengthSchedule(model, 3, milestones=(), values=(0.5,))),
-        (lambda: memnorm.convert(small_net(), strength=0.1), lambda model: None),
-        (lambda: memnorm.convert(pretrained_net()), lambda model: None),
-        (lambda: memnorm.convert(small_net(), "two_way", warmup=0), lambda model: None),
-        (lambda: memnorm.convert(small_net(), "bn"), lambda model: None),
-    ],
-    ids=["schedule", "constant schedule", "small", "pretrained", "two-way memory", "batch norm"],
-)
-def test_no_warning_of_a_constant_strength(build, before_steps):
-    train_with_double_forward(build(), before_steps=before_steps)
+@each_scheme
+@pytest.mark.parametrize(("build", "before_steps"), SILENT.values(), ids=SILENT)
+def test_no_warning_of_a_constant_strength(build, before_steps, twice):
+    train(build(), twice=twice, before_steps=before_steps)
+
+
+@pytest.mark.filterwarnings("error::memnorm.MemnormWarning")
+def test_steps_of_another_model_give_no_warning():
+    converted = memnorm.convert(small_net())
+    train(small_net(), twice=False)
+    with pytest.raises(memnorm.MemnormWarning, match="constant"):
+        train(converted, twice=False)

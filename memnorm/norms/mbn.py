@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from memnorm.errors import InputError, OptionError
 from memnorm.layers import MemorizedBatchNorm, MemorizedBatchNorm1d, MemorizedBatchNorm2d, MemorizedBatchNorm3d
 from memnorm.norms.base import has_activation, takes_over
+from memnorm.schedule import watch_strength
 
 OPTIONS: dict[str, Any] = {"memory_size": 20, "decay": 0.9, "strength": 0.5}
 OPTIONS |= {"prior_weight": 1.0, "prior_from_init": False, "sync": False}
@@ -100,6 +101,7 @@ class Family(NamedTuple):
         new = takes_over(layer, self._class_for(layer))
         new._source_class = type(layer)
         new._install_memory(**{**self.options, **options})
+        watch_strength(new)
         return cast(MemorizedBatchNorm, new)
 
     def _class_for(self, layer: _BatchNorm) -> type[MemorizedBatchNorm]:
