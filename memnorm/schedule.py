@@ -23,7 +23,7 @@ PAPER_VALUES = (0.1, 0.5, 0.9)
 FIRST_BATCHES = 64  # a layer that has recorded more by its first step has loaded a checkpoint
 
 _scheduled: WeakSet[MemorizedBatchNorm] = WeakSet()
-# Layers before their first step: whether they started with trained statistics, and their number of batches then.
+# Layers before their first step: True if their statistics were trained, and their number of batches at the start.
 _unchecked: WeakKeyDictionary[MemorizedBatchNorm, tuple[bool, int]] = WeakKeyDictionary()
 
 

@@ -96,4 +96,4 @@ def test_the_demo_takes_less_than_two_minutes_and_prints_every_arm(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert all(f"{arm} " in result.stdout for arm in ("BN", "MBN-1", "MBN-2"))
     assert (tmp_path / "demo/report.html").exists()
-    assert cpu_seconds() - before < 2 * 120  # on two processors
+    assert cpu_seconds() - before < 2 * 120  # on two CPU cores

@@ -35,7 +35,7 @@ def _path(request, monkeypatch):
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """How far a number near 1 may be from the narrow one beside it."""
+    """The distance between neighbouring numbers near 1."""
     return torch.finfo(dtype).eps
 
 

@@ -20,6 +20,16 @@ from memnorm.kernels import cpu
 from memnorm.layers import Recording, check_eps
 from memnorm.recompute import Readings, inside_backward
 
+# What the registry says of a norm with torch's running statistics that needs the variance of the batch.
+ENTRY_OF_RUNNING_NORM: dict[str, Any] = {
+    "records": True,
+    "state": "moving averages of mean and variance",
+    "batch_one": False,
+    "keeps_weights": True,
+    "folds": True,
+    "double_forward": "fresher statistics",
+}
+
 
 class RunningNorm(Recording, _BatchNorm):
     """Base class of norms over (N, C, …) that are torch's batch norm on the running statistics in eval mode.

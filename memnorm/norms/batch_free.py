@@ -5,6 +5,7 @@ They normalize each image separately, or the weights. Training and eval mode com
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -108,10 +109,7 @@ def fresh_layers(model: nn.Module, kind: type[Layer]) -> list[Layer]:
 
 def spatial_count(x: Tensor) -> int:
     """Values per image and channel."""
-    count = 1
-    for size in x.shape[2:]:
-        count *= size
-    return count
+    return math.prod(x.shape[2:])
 
 
 def choose_groups(channels: int, num_groups: int | None) -> int:

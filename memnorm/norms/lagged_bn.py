@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memnorm.errors import OptionError
 from memnorm.functional import Moments, batch_moments, normalize
-from memnorm.norms.base import RunningNorm, blend
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, blend
 
 
 class LaggedBatchNorm(RunningNorm):
@@ -51,14 +51,9 @@ class LaggedBatchNorm(RunningNorm):
 
 
 ENTRY: dict[str, Any] = {
+    **ENTRY_OF_RUNNING_NORM,
     "name": "lagged_bn",
     "title": "Lagged Batch Normalization",
     "paper": "Dinh, Sohl-Dickstein and Bengio, Density Estimation Using Real NVP, ICLR 2017, Appendix E",
     "replace": LaggedBatchNorm.replacing,
-    "records": True,
-    "state": "moving averages of mean and variance",
-    "batch_one": False,
-    "keeps_weights": True,
-    "folds": True,
-    "double_forward": "fresher statistics",
 }

@@ -47,7 +47,7 @@ def test_with_a_joint_batch_it_is_the_run_of_one_process(tmp_path):
 def test_a_process_that_dies_is_started_again_by_torchrun_and_the_run_ends_as_undisturbed(
     norm, scheme, forwards, tmp_path
 ):
-    """It dies in a forward of iteration 7. Every process goes on with its own memory."""
+    """It dies in a forward of iteration 7. Every process resumes with its own memory."""
     spec = tiny(model="helpers.killed_rank:net", iterations=20, evaluations=2, norm=norm, scheme=scheme)
     ends = {}
     for name, at in (("undisturbed", None), ("killed", 7 * forwards + 1)):

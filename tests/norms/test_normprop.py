@@ -188,7 +188,7 @@ def refusal(net):
     before = [(name, type(one)) for name, one in net.named_modules()]
     with pytest.raises(OptionError) as caught:
         memnorm.convert(net, "normprop")
-    assert [(name, type(one)) for name, one in net.named_modules()] == before, "a refused model is as before"
+    assert [(name, type(one)) for name, one in net.named_modules()] == before, "a rejected model stays unchanged"
     return str(caught.value)
 
 
