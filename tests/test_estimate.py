@@ -364,14 +364,6 @@ def test_the_with_statement_reverts_at_its_end():
     assert_condition(net, before)
 
 
-def test_the_with_statement_reverts_after_an_exception_and_lets_it_through():
-    net = mixed_net()
-    before = condition(net)
-    with pytest.raises(KeyError, match="mine"), adapt(net, [3 * DATA + 1]):
-        raise KeyError("mine")
-    assert_condition(net, before)
-
-
 def test_reverting_twice_is_harmless():
     net = deep_net(NORMS["memorized"])
     adaptation = adapt(net, [3 * DATA + 1])

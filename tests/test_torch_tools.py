@@ -63,7 +63,7 @@ def test_update_bn_gives_every_layer_the_moments_of_all_its_inputs_together(memo
         torch.testing.assert_close(layer.running_var, var, rtol=0, atol=1e-10)
 
 
-def test_update_bn_counts_no_initial_statistics_even_where_they_may_stand_in():
+def test_update_bn_ignores_the_initial_statistics_with_prior_from_init():
     _, memorized, batches = updated([2, 9, 4], prior_from_init=True)
     expected = memorized[0](torch.cat(batches)).mean((0, 2, 3))
     torch.testing.assert_close(memorized[1].running_mean, expected, rtol=0, atol=1e-10)
