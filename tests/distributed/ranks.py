@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,55 +31,27 @@ from memnorm import norms
 from memnorm.distributed import broadcast_memory, exchange_memory
 
 
-def plain() -> list[Any]:
-    """DDP as it is: no option of ours, none of its own. One batch size for all, so that nobody's is empty."""
-    model = wrapped(net())
-    return trajectory(model, sgd(model), even_part)
-
-
-def joint_single() -> list[Any]:
-    model = wrapped(net(sync=True))
-    return trajectory(model, sgd(model), own_part)
-
-
-def joint_double() -> list[Any]:
-    model = wrapped(net(sync=True))
+def train(part: Any, *, make: Any = net, twice: bool = False, share: bool = False, **options: Any) -> list[Any]:
+    """A training under DDP. The exchange is attached first, and still has to wait for the second forward."""
+    model = wrapped(make(**options))
     optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
-    return trajectory(model, optimizer, own_part)
+    if share:
+        exchange_memory(model, optimizer)
+    if twice:
+        memnorm.double_forward(model, optimizer)
+    return trajectory(model, optimizer, part)
 
 
-def exchanged_single() -> list[Any]:
-    model = wrapped(net())
-    optimizer = sgd(model)
-    exchange_memory(model, optimizer)
-    return trajectory(model, optimizer, even_part)
-
-
-def exchanged_double() -> list[Any]:
-    """The exchange is attached first and has to wait for the second forward all the same."""
-    model = wrapped(net())
-    optimizer = sgd(model)
-    exchange_memory(model, optimizer)
-    memnorm.double_forward(model, optimizer)
-    return trajectory(model, optimizer, even_part)
-
-
-def plain_two_way() -> list[Any]:
-    model = wrapped(two_way_net())
-    return trajectory(model, sgd(model), even_part)
-
-
-def joint_two_way() -> list[Any]:
-    model = wrapped(two_way_net(sync=True))
-    return trajectory(model, sgd(model), own_part)
-
-
-def exchanged_two_way() -> list[Any]:
-    model = wrapped(two_way_net())
-    optimizer = sgd(model)
-    exchange_memory(model, optimizer)
-    return trajectory(model, optimizer, even_part)
+TRAININGS = {
+    "plain": partial(train, even_part),  # one batch size for all ranks, so that no batch is empty
+    "joint_single": partial(train, own_part, sync=True),
+    "joint_double": partial(train, own_part, sync=True, twice=True),
+    "exchanged_single": partial(train, even_part, share=True),
+    "exchanged_double": partial(train, even_part, share=True, twice=True),
+    "plain_two_way": partial(train, even_part, make=two_way_net),
+    "joint_two_way": partial(train, own_part, make=two_way_net, sync=True),
+    "exchanged_two_way": partial(train, even_part, make=two_way_net, share=True),
+}
 
 
 def collectives() -> dict[str, dict[str, int]]:
@@ -253,11 +226,9 @@ def spoilt() -> dict[str, Tensor]:
 
 
 PROGRAMS = (
-    *(plain, joint_single, joint_double, exchanged_single, exchanged_double),
-    *(plain_two_way, joint_two_way, exchanged_two_way),
     *(collectives, accumulated_joint, accumulated_exchange, second_derivative, checkpointed, group_of_two, scant),
     *(without_statistics, handed_out, spoilt, exchanged_in_groups, narrow, others),
 )
 
 if __name__ == "__main__":
-    main({program.__name__: program for program in PROGRAMS})
+    main({**TRAININGS, **{program.__name__: program for program in PROGRAMS}})

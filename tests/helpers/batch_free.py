@@ -1,4 +1,4 @@
-"""For the tests of norms without batch statistics: conversion by entry, and training compared with a reference."""
+"""For the tests of norms without batch statistics: training compared with a reference, and models of any wiring."""
 
 from __future__ import annotations
 
@@ -52,3 +52,16 @@ def assert_trains_like(
 
 def per_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.reshape([1, -1] + [1] * (x.dim() - 2))
+
+
+class Wired(nn.Module):
+    """Modules that `forward(self, x)`, a function, connects."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.connect = forward
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.connect(self, x)

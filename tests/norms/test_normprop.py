@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers.batch_free import Wired
 from helpers.common import images, labels, randn, small_net
 from helpers.conversion import BatchNormAct2d
 from torch import nn
@@ -184,62 +185,62 @@ def test_the_ratio_must_be_a_positive_number(ratio):
         memnorm.convert(small_net(), "normprop", ratio=ratio)
 
 
-def refusal(net):
-    before = [(name, type(one)) for name, one in net.named_modules()]
-    with pytest.raises(OptionError) as caught:
-        memnorm.convert(net, "normprop")
-    assert [(name, type(one)) for name, one in net.named_modules()] == before, "a rejected model stays unchanged"
-    return str(caught.value)
-
-
 def block(*behind, first=None):
     return nn.Sequential(first or nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), *behind)
 
 
-def test_another_activation_is_an_error():
-    assert "followed by 2 (PReLU); normprop supports ReLU only" in refusal(block(nn.PReLU()))
-    assert "followed by 2 (MaxPool2d)" in refusal(block(nn.MaxPool2d(2), nn.ReLU()))
+def wired(forward, *behind):
+    return Wired(forward, block=block(*behind))
 
 
-def test_what_feeds_the_norm_must_have_filters():
-    assert "fed by 0 (ConvTranspose2d)" in refusal(block(first=nn.ConvTranspose2d(3, 4, 1)))
-    assert "fed by input; normprop needs a convolution" in refusal(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()))
-
-    class Tapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
-
-        def forward(self, x):
-            x = self.conv(x)
-            return self.norm(x), x
-
-    assert "fed by a result that is also used elsewhere" in refusal(Tapped())
+def used_twice(relu):
+    return nn.Sequential(block(relu), nn.Conv2d(4, 4, 1), relu)
 
 
-def test_relu_and_pooling_as_functions_are_errors():
-    class Called(nn.Module):
-        def __init__(self, behind):
-            super().__init__()
-            self.block, self.behind = block(), behind
+UNSUPPORTED = {
+    "another activation": (lambda: block(nn.PReLU()), r"followed by 2 \(PReLU\); normprop supports ReLU only"),
+    "pooling first": (lambda: block(nn.MaxPool2d(2), nn.ReLU()), r"followed by 2 \(MaxPool2d\)"),
+    "no filters": (lambda: block(first=nn.ConvTranspose2d(3, 4, 1)), r"fed by 0 \(ConvTranspose2d\)"),
+    "nothing before": (lambda: nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()), "fed by input; normprop needs a conv"),
+    "tapped": (
+        lambda: wired(lambda net, x: (net.block[1](y := net.block[0](x)), y)),
+        "fed by a result that is also used elsewhere",
+    ),
+    "relu function": (lambda: wired(lambda net, x: F.relu(net.block(x))), "relu is called as a function"),
+    "pooling function": (
+        lambda: wired(lambda net, x: F.avg_pool2d(net.block(x), 2), nn.ReLU()),
+        "is a pooling that cannot be normalized",
+    ),
+    "indices": (
+        lambda: nn.Sequential(block(nn.ReLU()), nn.MaxPool2d(2, return_indices=True)),
+        "is a pooling that cannot be normalized",
+    ),
+    "relu without norm": (lambda: used_twice(nn.ReLU()), r"0\.2 \(ReLU\) is also used without a norm before it"),
+    "not traceable": (
+        lambda: wired(lambda net, x: net.block(x) if x.sum() > 0 else x, nn.ReLU()),
+        r"graph of the model, which cannot be traced \(TraceError",
+    ),
+    "branches": (lambda: wired(lambda net, x: net.block(x) + x[:, :1], nn.ReLU()), r"branches are joined \(add\)"),
+    "single norm": (lambda: nn.BatchNorm2d(3), "a single norm has no filters"),
+    "activated norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, act=nn.SiLU())),
+        "its norms include SiLU",
+    ),
+}
 
-        def forward(self, x):
-            return self.behind(self.block(x))
 
-    assert "relu is called as a function; normprop needs the module" in refusal(Called(F.relu))
-
-    class Pooled(Called):
-        def forward(self, x):
-            return F.avg_pool2d(self.behind(self.block(x)), 2)
-
-    assert "is a pooling that cannot be normalized" in refusal(Pooled(nn.ReLU()))
-    assert "cannot be normalized" in refusal(nn.Sequential(block(nn.ReLU()), nn.MaxPool2d(2, return_indices=True)))
+@pytest.mark.parametrize(("build", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_an_unsupported_model_is_an_error_with_the_reason_and_stays_unchanged(build, message):
+    net = build()
+    before = [(name, type(one)) for name, one in net.named_modules()]
+    with pytest.raises(OptionError, match=message):
+        memnorm.convert(net, "normprop")
+    assert [(name, type(one)) for name, one in net.named_modules()] == before
 
 
-def test_a_relu_that_is_also_used_without_norm_is_an_error():
-    relu = nn.ReLU()
-    net = nn.Sequential(block(relu), nn.Conv2d(4, 4, 1), relu)
-    assert "0.2 (ReLU) is also used without a norm before it" in refusal(net)
+def test_a_norm_that_includes_relu_is_followed_by_constants():
+    net = memnorm.convert(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, act=nn.ReLU())), "normprop")
+    assert isinstance(net[1][2][1], Standardize)
 
 
 def test_a_relu_shared_by_norms_only_is_fine():
@@ -249,28 +250,10 @@ def test_a_relu_shared_by_norms_only_is_fine():
     assert isinstance(net[0][2][1], Standardize)
 
 
-def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason():
-    class Fickle(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x) if x.sum() > 0 else x
-
-    assert "graph of the model, which cannot be traced (TraceError" in refusal(Fickle(*block(nn.ReLU())))
-
-
-def test_a_norm_that_includes_another_activation_is_an_error():
-    assert "include SiLU" in refusal(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, act=nn.SiLU())))
-    net = memnorm.convert(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, act=nn.ReLU())), "normprop")
-    assert isinstance(net[1][2][1], Standardize)
-
-
 def test_sizes_in_a_forward_are_no_branches():
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block, self.fc = block(nn.ReLU()), nn.Linear(4, 2)
+    def forward(net, x):
+        x = net.block(x)
+        return net.fc(x.view(x.size(0), x.shape[1], -1).mean(2).view(x.shape[0], -1))
 
-        def forward(self, x):
-            x = self.block(x)
-            return self.fc(x.view(x.size(0), x.shape[1], -1).mean(2).view(x.shape[0], -1))
-
-    assert memnorm.convert(Flat(), "normprop")(images(2, seed=0)).shape == (2, 2)
+    net = Wired(forward, block=block(nn.ReLU()), fc=nn.Linear(4, 2))
+    assert memnorm.convert(net, "normprop")(images(2, seed=0)).shape == (2, 2)

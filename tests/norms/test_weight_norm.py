@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers.batch_free import Wired
 from helpers.common import images, labels, leaf, randn, small_net
 from torch import nn
 from torch.nn import functional as F
@@ -161,55 +162,21 @@ def test_a_residual_network_has_all_its_norms_paired():
     assert not any(conv.parametrizations.weight.original0.requires_grad for conv in convs)
 
 
-def test_a_norm_after_a_sum_has_its_own_scale_and_the_weights_keep_theirs():
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+WIRINGS = {
+    "the norm follows a sum": lambda net, x: net.norm(net.conv(x) + x),
+    "the convolution is used without the norm as well": lambda net, x: net.conv(net.norm(net.conv(x))),
+    "the result of the convolution is used elsewhere as well": lambda net, x: net.norm(y := net.conv(x)) + y,
+    "the model cannot be traced": lambda net, x: net.norm(net.conv(x)) if x.sum() > -1e9 else x,
+}
 
-        def forward(self, x):
-            return self.norm(self.conv(x) + x)
 
-    net = memnorm.convert(Sum(), "weight_norm")
+@pytest.mark.parametrize("wiring", WIRINGS.values(), ids=WIRINGS)
+def test_a_convolution_that_feeds_more_than_one_norm_keeps_its_length_and_its_bias(wiring):
+    net = memnorm.convert(Wired(wiring, conv=nn.Conv2d(3, 3, 1), norm=nn.BatchNorm2d(3)), "weight_norm")
     assert net.conv.parametrizations.weight.original0.requires_grad
     assert net.conv.bias is not None
-    y = net(images(4, seed=0))
-    torch.testing.assert_close(y.std((0, 2, 3), correction=0), torch.ones(3), rtol=0, atol=1e-5)
-
-
-def test_without_a_graph_the_lengths_are_learned():
-    class Fickle(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x) if x.sum() > -1e9 else x
-
-    net = memnorm.convert(Fickle(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "weight_norm")
-    assert net[0].parametrizations.weight.original0.requires_grad
     assert net(images(4, seed=0)).isfinite().all()
-
-
-def test_a_convolution_used_without_its_norm_as_well_keeps_its_length():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-
-        def forward(self, x):
-            return self.conv(self.norm(self.conv(x)))
-
-    assert memnorm.convert(Twice(), "weight_norm").conv.parametrizations.weight.original0.requires_grad
-
-
-def test_a_convolution_whose_result_goes_elsewhere_as_well_keeps_its_length():
-    class Tapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-
-        def forward(self, x):
-            x = self.conv(x)
-            return self.norm(x) + x
-
-    assert memnorm.convert(Tapped(), "weight_norm").conv.parametrizations.weight.original0.requires_grad
+    assert net.norm.initialized
 
 
 def test_tied_parametrized_and_zero_weights_are_unchanged():
