@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 
@@ -10,6 +11,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests interrupt
 
 torch.set_num_threads(1)  # tiny tensors, and one process per core
+
+
+def pytest_collection_finish():
+    """Collecting garbage, and searching it for optimizers, is slow with all objects of pytest: leave those out."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

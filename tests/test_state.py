@@ -115,19 +115,6 @@ def test_a_shared_layer_keeps_its_values_and_stays_shared_while_it_trains():
     assert all(value.is_shared() for value in layer.state_dict().values())
 
 
-def test_one_layer_in_two_places_keeps_one_memory():
-    layer = make()
-    net = nn.Sequential(layer, nn.ReLU(), nn.Sequential(layer))
-    x = batch(0)
-    hidden = net[:2](x).detach()
-    layer.reset_running_stats()
-    net(x)
-    torch.testing.assert_close(
-        layer.memory_mean[:2], torch.stack([hidden.mean((0, 2, 3)), x.mean((0, 2, 3))]), rtol=0, atol=1e-12
-    )
-    assert layer.memory_count.tolist() == [x.numel() / C] * 2 + [0.0] * 3
-
-
 def fill_with_garbage(module: nn.Module) -> None:
     """Simulate the uninitialized memory after to_empty."""
     with torch.no_grad():
@@ -362,6 +349,13 @@ def test_a_larger_memory_keeps_everything_and_trains_as_if_it_always_had_that_si
         keeps_all = size is None or index < size
         if keeps_all:
             assert_same_state(layer, always, atol=1e-11)
+
+
+def test_a_limited_memory_loads_an_unlimited_one_as_one_entry():
+    source, layer = trained(7, memory_size=None), trained(5, memory_size=5)
+    layer.load_state_dict(source.state_dict())
+    torch.testing.assert_close(layer(batch(7)), source(batch(7)), rtol=0, atol=1e-11)
+    torch.testing.assert_close(layer.running_var, source.running_var, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("memory_size", [2, 5, 8, None])

@@ -97,3 +97,25 @@ def moments(x):
     count = x.numel() // x.shape[1]
     mean = x.sum(dims) / count
     return mean, (x - per_channel(mean, x)).square().sum(dims) / count, count
+
+
+class Literal:
+    """A norm written out in autograd; `__call__` is one training step. Subclasses define it."""
+
+    def __init__(self, momentum, eps=1e-5):
+        self.mean, self.var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+        self.momentum, self.eps, self.steps = momentum, eps, 0
+
+    def average(self, mean, var):
+        """One step of torch's moving averages; a cumulative average without momentum."""
+        self.steps += 1
+        share = 1 / self.steps if self.momentum is None else self.momentum
+        self.mean = (1 - share) * self.mean + share * mean.detach()
+        self.var = (1 - share) * self.var + share * var.detach()
+
+    def output(self, x, gamma, beta, mean, var):
+        x_hat = (x - per_channel(mean, x)) / per_channel((var + self.eps).sqrt(), x)
+        return per_channel(gamma, x) * x_hat + per_channel(beta, x)
+
+    def state(self):
+        return {"running_mean": self.mean, "running_var": self.var, "num_batches_tracked": self.steps}

@@ -5,40 +5,33 @@ import copy
 import pytest
 import torch
 from helpers.common import SHAPES, assert_same_output_and_gradients, leaf
-from helpers.running_norms import built, drifting, follow, moments, per_channel
+from helpers.running_norms import Literal, built, drifting, follow, moments, per_channel
 
 import memnorm
 from memnorm.errors import OptionError
 from memnorm.norms.brn import BatchRenorm
 
 
-class Literal:
+class Algorithm1(Literal):
     """Algorithm 1 of the paper: r and d are constants for the gradient, and sigma itself is averaged."""
 
     def __init__(self, alpha, limits, eps=1e-5):
-        self.mu = torch.zeros(3, dtype=torch.float64)
-        self.sigma = torch.full((3,), 1 + eps, dtype=torch.float64).sqrt()
-        self.alpha, self.limits, self.eps, self.steps = alpha, limits, eps, 0
+        super().__init__(alpha, eps)
+        self.var = (self.var + eps).sqrt()  # sigma
+        self.limits = limits
 
     def __call__(self, x, gamma, beta):
-        mu_b, var_b, _ = moments(x)
-        sigma_b = (var_b + self.eps).sqrt()
+        mu, var, _ = moments(x)
+        sigma = (var + self.eps).sqrt()
         r_max, d_max = self.limits(self.steps)
-        r = torch.clip(sigma_b.detach() / self.sigma, 1 / r_max, r_max)
-        d = torch.clip((mu_b.detach() - self.mu) / self.sigma, -d_max, d_max)
-        x_hat = (x - per_channel(mu_b, x)) / per_channel(sigma_b, x) * per_channel(r, x) + per_channel(d, x)
-        self.steps += 1
-        alpha = 1 / self.steps if self.alpha is None else self.alpha
-        self.mu = self.mu + alpha * (mu_b.detach() - self.mu)
-        self.sigma = self.sigma + alpha * (sigma_b.detach() - self.sigma)
+        r = torch.clip(sigma.detach() / self.var, 1 / r_max, r_max)
+        d = torch.clip((mu.detach() - self.mean) / self.var, -d_max, d_max)
+        x_hat = (x - per_channel(mu, x)) / per_channel(sigma, x) * per_channel(r, x) + per_channel(d, x)
+        self.average(mu, sigma)
         return per_channel(gamma, x) * x_hat + per_channel(beta, x)
 
     def state(self):
-        return {
-            "running_mean": self.mu,
-            "running_var": self.sigma.square() - self.eps,
-            "num_batches_tracked": self.steps,
-        }
+        return {**super().state(), "running_var": self.var.square() - self.eps}
 
 
 def published(step, r_max=3.0, d_max=5.0):
@@ -52,12 +45,12 @@ def test_a_trajectory_equals_the_papers_equations_while_the_limits_are_relaxed(a
     def scaled(step):
         return published(step * 130_000 / 60)
 
-    follow(built("brn", momentum=alpha, total_steps=60), Literal(alpha, scaled), steps=30)
+    follow(built("brn", momentum=alpha, total_steps=60), Algorithm1(alpha, scaled), steps=30)
 
 
 def test_a_trajectory_equals_the_papers_equations_with_limits_that_bind():
     layer = built("brn", momentum=0.3, total_steps=1, r_max=1.1, d_max=0.2)
-    reference = Literal(0.3, lambda step: published(130_000 * step, 1.1, 0.2))
+    reference = Algorithm1(0.3, lambda step: published(130_000 * step, 1.1, 0.2))
     follow(layer, reference, steps=20)
     layer.weight.data.fill_(1), layer.bias.data.fill_(0)
     y = layer(drifting((8, 3, 4, 3), 40) * 5)
@@ -67,7 +60,7 @@ def test_a_trajectory_equals_the_papers_equations_with_limits_that_bind():
 def test_a_trajectory_equals_the_papers_equations_with_a_large_epsilon():
     """Every sigma has epsilon under its root, the moving one too."""
     layer = built("brn", momentum=0.3, total_steps=10, plain={"eps": 0.5})
-    follow(layer, Literal(0.3, lambda step: published(13_000 * step), eps=0.5), steps=20)
+    follow(layer, Algorithm1(0.3, lambda step: published(13_000 * step), eps=0.5), steps=20)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -5,33 +5,26 @@ import copy
 import pytest
 import torch
 from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, assert_same_state, leaf, randomize
-from helpers.running_norms import ENTRIES, built, drifting, follow, gradients, moments, per_channel
+from helpers.running_norms import ENTRIES, Literal, built, drifting, follow, gradients, moments
 
 import memnorm
 from memnorm.errors import InputError, OptionError
 
 
-class Literal:
-    """Each ghost batch by itself; the moving averages take them in one after the other."""
+class Ghosts(Literal):
+    """Normalize and average each ghost batch separately, one after the other."""
 
-    def __init__(self, sizes, momentum=0.1, eps=1e-5):
-        self.mean, self.var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-        self.sizes, self.momentum, self.eps, self.count = sizes, momentum, eps, 0
+    def __init__(self, sizes, momentum=0.1):
+        super().__init__(momentum)
+        self.sizes = sizes
 
     def __call__(self, x, gamma, beta):
         outputs = []
         for part in x.split(self.sizes):
-            mean, var, values = moments(part)
-            self.count += 1
-            momentum = 1 / self.count if self.momentum is None else self.momentum
-            self.mean = (1 - momentum) * self.mean + momentum * mean.detach()
-            self.var = (1 - momentum) * self.var + momentum * var.detach() * values / (values - 1)
-            x_hat = (part - per_channel(mean, part)) / per_channel((var + self.eps).sqrt(), part)
-            outputs.append(per_channel(gamma, part) * x_hat + per_channel(beta, part))
+            mean, var, count = moments(part)
+            self.average(mean, var * count / (count - 1))
+            outputs.append(self.output(part, gamma, beta, mean, var))
         return torch.cat(outputs)
-
-    def state(self):
-        return {"running_mean": self.mean, "running_var": self.var, "num_batches_tracked": self.count}
 
 
 SPLITS = {
@@ -48,13 +41,13 @@ SPLITS = {
 @pytest.mark.parametrize(("images", "size", "sizes"), SPLITS.values(), ids=SPLITS)
 def test_a_trajectory_equals_the_equations(images, size, sizes, momentum):
     layer = built("ghost", ghost_size=size, momentum=momentum)
-    follow(layer, Literal(sizes, momentum), steps=20, shapes=[(images, 3, 4, 3)])
+    follow(layer, Ghosts(sizes, momentum), steps=20, shapes=[(images, 3, 4, 3)])
 
 
 def test_a_remainder_of_one_value_joins_the_last_whole_ghost_batch():
     layer = built("ghost", rank=2, ghost_size=4)
-    follow(layer, Literal([4, 5]), steps=20, shapes=[(9, 3)])
-    follow(built("ghost", rank=2, ghost_size=4), Literal([5]), steps=5, shapes=[(5, 3)])
+    follow(layer, Ghosts([4, 5]), steps=20, shapes=[(9, 3)])
+    follow(built("ghost", rank=2, ghost_size=4), Ghosts([5]), steps=5, shapes=[(5, 3)])
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
