@@ -74,14 +74,9 @@ class BatchFreeNorm(nn.Module):
         raise NotImplementedError
 
     def _check(self, x: Tensor) -> None:
-        name = type(self).__name__
-        if x.dim() < 2 or x.shape[1] != self.num_features:
-            raise InputError(
-                f"{name}: expected input (N, {self.num_features}, …) with the channels of the layer; got shape "
-                f"{tuple(x.shape)}"
-            )
+        check_channels(self, x)
         if not x.is_floating_point():
-            raise DTypeError(f"{name}: expected floating-point input, got {x.dtype}")
+            raise DTypeError(f"{type(self).__name__}: expected floating-point input, got {x.dtype}")
 
     def _affine(self, x: Tensor, scale: Tensor | float | None = None) -> Tensor:
         """γ · scale · x + β in the dtype of x."""
@@ -95,6 +90,14 @@ class BatchFreeNorm(nn.Module):
     def extra_repr(self) -> str:
         own = "".join(f", {name}={getattr(self, name)}" for name in self.OPTIONS)
         return f"{self.num_features}{own}"
+
+
+def check_channels(layer: Any, x: Tensor) -> None:
+    if x.dim() < 2 or x.shape[1] != layer.num_features:
+        raise InputError(
+            f"{type(layer).__name__}: expected input (N, {layer.num_features}, …) with the channels of the layer; got "
+            f"shape {tuple(x.shape)}"
+        )
 
 
 def per_channel(parameter: Tensor | None, x: Tensor) -> Any:

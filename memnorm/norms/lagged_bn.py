@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from memnorm.errors import OptionError
 from memnorm.functional import Moments, batch_moments, normalize
 from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, blend
 
@@ -22,15 +21,7 @@ class LaggedBatchNorm(RunningNorm):
     """Batch statistics combined with moving averages in training, moving averages in eval."""
 
     MIN_VALUES = 2
-
-    def _install(self, **options: Any) -> None:
-        if self.momentum == 0:
-            raise OptionError("lagged_bn: momentum, the weight of the new batch, must be positive, or None; got 0")
-        super()._install(**options)
-
-    def _share(self, batches: Any) -> Tensor | float:
-        share = super()._share(batches)
-        return share if self.momentum is None else share / (1 - (1 - share) ** (self._as_float(batches) + 1))
+    DEBIASED = True
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         batch = batch_moments(x)

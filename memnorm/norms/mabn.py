@@ -61,6 +61,7 @@ class MovingAverageBatchNorm(WindowedNorm):
 
     OPTIONS: ClassVar[dict[str, Any]] = {"window": 32, "max_ratio": 5.0, "warmup": 100, "correct_after": 1000}
     MOMENTUM: ClassVar[float] = 0.02
+    DEBIASED: ClassVar[bool] = True
     ROWS: ClassVar[tuple[str, ...]] = ("memory_square", "memory_product")
     IMAGES: ClassVar[tuple[str, ...]] = ("memory_square_images", "memory_product_images")
     MEMORY: ClassVar[tuple[str, ...]] = (*ROWS, *IMAGES, "memory_steps")
@@ -78,8 +79,6 @@ class MovingAverageBatchNorm(WindowedNorm):
 
     def _install(self, **options: Any) -> None:
         super()._install(**options)
-        if self.momentum == 0:
-            raise OptionError("mabn: momentum, the weight of the new batch, must be positive, or None; got 0")
         self.window = check_whole("window", self.window, 1)
         self.warmup, self.correct_after = (check_whole(name, options[name], 0) for name in ("warmup", "correct_after"))
         if not is_number(self.max_ratio) or self.max_ratio < 1:
@@ -97,10 +96,6 @@ class MovingAverageBatchNorm(WindowedNorm):
         """The remembered χ², their moving average, their numbers of images, and the number of iterations."""
         counts = torch.cat([self.memory_square_images, self.memory_steps[None]])
         return Moments(snapshot(self.memory_square), snapshot(self.running_var), snapshot(counts))
-
-    def _share(self, batches: Tensor) -> Tensor | float:
-        share = super()._share(batches)
-        return share if self.momentum is None else share / (1 - (1 - share) ** (self._as_float(batches) + 1))
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         self._require_writing_backward()

@@ -83,8 +83,8 @@ class MomentumBatchNorm(RunningNorm):
     def _record(self, batch: Moments, state: Moments) -> None:
         size = int(batch.weight)
         now = 1 - self.past_share(size)
+        finite = (batch.mean.isfinite() & batch.var.isfinite()).all()
         for buffer, value in ((self.momentum_mean, batch.mean), (self.momentum_var, batch.var)):
-            finite = (batch.mean.isfinite() & batch.var.isfinite()).all()
             buffer.copy_(torch.where(finite, blend(buffer, value, now).to(buffer.dtype), buffer))
         share = self._share(self.num_batches_tracked)
         if self.momentum is not None:
