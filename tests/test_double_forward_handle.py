@@ -39,7 +39,7 @@ def test_after_remove_the_training_forward_records_and_the_step_does_not():
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError])
-def test_a_with_statement_removes_it_also_after_an_exception(error):
+def test_the_end_of_a_with_statement_removes_the_hooks(error):
     model = transparent_net()
     optimizer = sgd(model)
     with contextlib.suppress(ZeroDivisionError), memnorm.double_forward(model, optimizer):
@@ -61,7 +61,7 @@ def test_a_second_double_forward_on_the_same_layers_is_an_error(part):
     assert_remembers(model, batch(1))
 
 
-def test_after_remove_it_can_be_attached_again():
+def test_double_forward_can_be_attached_again_after_remove():
     model = transparent_net()
     optimizer = sgd(model)
     handle = memnorm.double_forward(model, optimizer)
@@ -71,7 +71,7 @@ def test_after_remove_it_can_be_attached_again():
     assert_remembers(model, batch(1))
 
 
-def test_a_deleted_optimizer_makes_room_for_a_new_one():
+def test_double_forward_can_be_attached_again_after_its_optimizer_is_deleted():
     model, optimizer = attached()
     accumulate(model, batch(1))
     del optimizer
@@ -82,7 +82,7 @@ def test_a_deleted_optimizer_makes_room_for_a_new_one():
     assert_remembers(model, batch(2))
 
 
-def test_when_its_optimizer_is_deleted_the_training_forward_records_again():
+def test_the_training_forward_records_again_after_the_optimizer_is_deleted():
     model, optimizer = attached()
     del optimizer
     gc.collect()
@@ -91,7 +91,7 @@ def test_when_its_optimizer_is_deleted_the_training_forward_records_again():
 
 
 @pytest.mark.parametrize("owns_a_buffer", [False, True])
-def test_it_does_not_keep_the_model_alive(owns_a_buffer):
+def test_a_handle_does_not_keep_the_model_alive(owns_a_buffer):
     model = transparent_net()
     if owns_a_buffer:
         model.register_buffer("own", torch.zeros(2))
@@ -152,7 +152,7 @@ def test_a_copy_carries_neither_handle_nor_optimizer(copied):
 
 
 @each_copy
-def test_a_copy_can_be_given_its_own(copied):
+def test_a_copy_can_have_its_own_double_forward(copied):
     model, optimizer = attached()
     train_step(model, optimizer, batch(1))
     twin = copied(model)
@@ -243,7 +243,7 @@ def test_rerecord_and_recording_of_an_unconverted_model_are_errors(call):
         call(small_net(), images(2, seed=1))
 
 
-def test_layers_stripped_by_sync_batch_norm_before_attaching_are_an_error_that_says_so():
+def test_layers_replaced_by_sync_batch_norm_are_an_error_that_names_the_cause():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(transparent_net())
     with pytest.raises(NothingToRecord, match=r"convert_sync_batchnorm .*call memnorm\.convert\(model\) last"):
         memnorm.double_forward(model, sgd(model))

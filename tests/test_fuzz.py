@@ -341,32 +341,32 @@ def fuzz_api(seed: int) -> None:
 
 
 @pytest.mark.parametrize("start", range(0, 50, 25))
-def test_calls_of_layers(start):
+def test_random_calls_of_layers(start):
     for seed in range(start, start + 25):
         fuzz_layer(seed)
 
 
-def test_calls_of_layers_without_kernels(monkeypatch):
+def test_random_calls_of_layers_without_kernels(monkeypatch):
     monkeypatch.setattr(cpu, "module", lambda: None)
     for seed in range(50, 100):
         fuzz_layer(seed)
 
 
 @pytest.mark.parametrize("start", range(0, 400, 100))
-def test_calls_of_the_api(start):
+def test_random_calls_of_the_api(start):
     for seed in range(start, start + 100):
         fuzz_api(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(1000, 2250, 250))
-def test_many_calls_of_layers(start):
+def test_many_random_calls_of_layers(start):
     for seed in range(start, start + 250):
         fuzz_layer(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(1000, 11000, 1000))
-def test_many_calls_of_the_api(start):
+def test_many_random_calls_of_the_api(start):
     for seed in range(start, start + 1000):
         fuzz_api(seed)

@@ -266,7 +266,7 @@ def test_a_batch_that_would_overflow_the_pooled_variance_is_not_recorded():
         assert torch.equal(value, before[name]), name
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_options_may_be_numbers_of_numpy():
     layer = memnorm.MemorizedBatchNorm2d(3, memory_size=np.int64(4), decay=np.float32(0.5), strength=np.float64(0.25))
     assert (layer.memory_size, layer.decay, float(layer.strength)) == (4, 0.5, 0.25)
 
@@ -280,3 +280,13 @@ def test_one_value_per_channel_trains_on_loaded_statistics_and_not_after_a_reset
     layer.reset_running_stats()
     with pytest.raises(InputError, match="memory is empty"):
         layer(torch.ones(1, 2))
+
+
+def test_gamma_equal_to_sigma_and_beta_to_mu_restores_the_input():
+    layer = warm(memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64), (4, 3, 3, 3))
+    x = leaf((4, 3, 3, 3), seed=0)
+    hat = merge(layer._read(36), batch_moments(x.detach()))
+    with torch.no_grad():
+        layer.weight.copy_(torch.sqrt(hat.var + layer.eps))
+        layer.bias.copy_(hat.mean)
+    torch.testing.assert_close(layer(x), x, rtol=0, atol=1e-12)

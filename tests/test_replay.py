@@ -212,20 +212,6 @@ def test_the_second_forward_draws_the_numbers_of_the_training_forward(seeded, dr
 
 
 @each_source
-def test_the_loop_draws_the_numbers_it_would_draw_without_second_forward(seeded, draw):
-    after = []
-    for attach in (False, True):
-        seeded()
-        model = transparent_net(RandomScale(draw))
-        optimizer = sgd(model)
-        if attach:
-            memnorm.double_forward(model, optimizer)
-        train_step(model, optimizer, batch(1))
-        after.append([draw() for _ in range(3)])
-    assert after[0] == after[1]
-
-
-@each_source
 def test_rerecord_leaves_the_random_state_alone(seeded, draw):
     model = transparent_net(RandomScale(draw))
     after = []
@@ -328,7 +314,7 @@ def test_the_second_forward_changes_no_buffer_of_the_model_itself():
     assert_remembers(model, batch(3), batch(2), batch(1))
 
 
-def test_modules_are_found_once_each_however_often_they_are_shared():
+def test_a_shared_module_is_found_once():
     model = nn.Sequential(transparent_net(), nn.Module())
     model[1].register_module("nothing", None)
     for _ in range(40):  # 2⁴⁰ ways to the innermost
@@ -339,7 +325,7 @@ def test_modules_are_found_once_each_however_often_they_are_shared():
     assert set(found) == set(model.modules())
 
 
-def test_every_device_with_a_parameter_counts():
+def test_the_devices_of_a_model_are_those_of_its_parameters():
     """With a stand-in for a parameter on a GPU."""
     far = SimpleNamespace(_parameters={"weight": SimpleNamespace(is_cpu=False, device=torch.device("cuda"))})
     here, nowhere = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")

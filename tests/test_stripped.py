@@ -29,7 +29,7 @@ def saves_silently(model):
         return model.state_dict()
 
 
-def test_the_schedule_reports_it_at_its_next_step():
+def test_the_schedule_reports_replaced_layers_at_its_next_step():
     model = memnorm.convert(small_net())
     schedule = memnorm.StrengthSchedule(model, 10)
     schedule.step()
@@ -47,7 +47,7 @@ def test_a_schedule_created_afterwards_is_an_error_that_names_the_cause():
 
 
 @pytest.mark.parametrize("attach", ["double_forward", "schedule"])
-def test_one_part_of_the_model_is_enough(attach):
+def test_replaced_layers_in_one_part_of_the_model_are_an_error(attach):
     model = nn.Sequential(memnorm.convert(small_net()), memnorm.convert(small_net()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if attach == "double_forward":
@@ -60,14 +60,14 @@ def test_one_part_of_the_model_is_enough(attach):
         step(model, optimizer)
 
 
-def test_a_model_without_double_forward_and_schedule_reports_it_when_it_is_saved():
+def test_a_model_without_double_forward_and_schedule_reports_replaced_layers_when_it_is_saved():
     model = to_sync(memnorm.convert(small_net()))
     with pytest.warns(MemnormWarning, match=r"state_dict: the SyncBatchNorm '1', '4' of Sequential came after"):
         model.state_dict()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_reports_it_as_well(copied):
+def test_a_copy_reports_replaced_layers_when_it_is_saved(copied):
     model = copied(memnorm.convert(small_net()))
     saves_silently(model)
     with pytest.warns(MemnormWarning, match="convert_sync_batchnorm"):

@@ -235,7 +235,7 @@ def test_forward_mode_matches_finite_differences_in_training(tool):
 
 
 @no_jit_deprecations
-def test_forward_mode_records_what_any_forward_records():
+def test_forward_mode_records_like_any_forward():
     layer, other = remembering(), remembering()
     x = leaf((5, 3, 4, 4), seed=8).detach()
     directional("forward_ad", layer, x, torch.ones_like(x))

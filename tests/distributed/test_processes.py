@@ -187,7 +187,7 @@ def test_collectives_of_a_step(found):
     assert counts["sync"] == {"gloo:all_gather": LAYERS, "gloo:all_reduce": 1 + LAYERS}
 
 
-def test_the_exchange_is_outside_the_forward(found):
+def test_the_exchange_communicates_outside_the_forward(found):
     counts = found[0]["collectives"]
     assert counts["forward of sync"] == {"gloo:all_gather": LAYERS}
     assert counts["forward of exchange"] == counts["forward of plain"] == {}
@@ -286,7 +286,7 @@ def test_a_joint_layer_keeps_wide_statistics_of_narrow_data(found, dtype):
         assert one["state"]["memory_mean"].dtype == torch.float32
 
 
-def test_an_empty_joint_batch_passes_and_a_single_value_is_refused_in_every_process(found):
+def test_an_empty_joint_batch_passes_and_a_single_value_is_an_error_on_every_rank(found):
     for seen in found:
         empty, single = seen["scant"]
         assert empty == "nothing"
@@ -299,7 +299,7 @@ def test_without_statistics_it_is_batch_norm_of_the_joint_batch(found):
     same(torch.cat([seen["without_statistics"] for seen in found]), expected, atol=1e-12)
 
 
-def test_rank_0_can_hand_out_its_memory(found):
+def test_broadcast_memory_copies_the_memory_of_rank_0(found):
     model = net()
     model(image_of(0, 0))
     for seen in found:
@@ -312,7 +312,7 @@ def test_with_every_norm_that_records_all_ranks_have_the_same_parameters(found):
         same(seen["others"], found[0]["others"])
 
 
-def test_what_one_process_cannot_use_does_not_spoil_the_exchange(found):
+def test_a_batch_that_is_not_finite_does_not_enter_the_exchanged_memory(found):
     values = torch.cat([part(rank) for rank in range(1, len(found))])
     count = len(values) * 4 / (len(found) - 1)
     for seen in found:

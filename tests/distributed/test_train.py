@@ -44,7 +44,7 @@ def test_with_a_joint_batch_it_is_the_run_of_one_process(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("norm", "scheme", "forwards"), [("bn", "single", 1), ("mbn", "double", 2)])
-def test_a_process_that_dies_is_started_again_by_torchrun_and_the_run_ends_as_undisturbed(
+def test_a_run_with_a_killed_process_that_torchrun_restarts_equals_an_uninterrupted_one(
     norm, scheme, forwards, tmp_path
 ):
     """It dies in a forward of iteration 7. Every process resumes with its own memory."""

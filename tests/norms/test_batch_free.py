@@ -180,7 +180,7 @@ def test_groups_divide_the_channels_and_have_at_least_two_by_default(channels, w
 
 
 @pytest.mark.parametrize("wish", [0, -1, 2.0, "all", True])
-def test_a_number_of_groups_that_is_none_is_an_error(wish):
+def test_a_wrong_number_of_groups_is_an_error(wish):
     with pytest.raises(OptionError, match="num_groups must be a whole number"):
         choose_groups(64, wish)
 

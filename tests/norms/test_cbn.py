@@ -153,7 +153,7 @@ def moments_of(feeder, x):
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("feeder", FEEDERS)
-def test_after_a_move_of_the_weights_the_mean_is_exact_and_the_second_moment_its_tangent(feeder):
+def test_after_a_change_of_the_weights_the_mean_is_exact_and_the_second_moment_is_first_order(feeder):
     """μ is linear in the weights. ν is quadratic: what its first-order expansion lacks is mean((Δ·p)²), exactly."""
     net, shape = fed(feeder, window=2)
     x = leaf(shape, seed=0).detach()
@@ -171,7 +171,7 @@ def test_after_a_move_of_the_weights_the_mean_is_exact_and_the_second_moment_its
     torch.testing.assert_close(memory.var, expected, rtol=0, atol=1e-9)
 
 
-def test_a_mean_far_from_zero_costs_no_digits():
+def test_a_mean_far_from_zero_keeps_the_precision():
     net = nn.Sequential(nn.Conv2d(2, 4, 1), CrossIterationBatchNorm(4, window=4))
     watch_sources(net)
     exact = deepcopy(net).double()
@@ -187,7 +187,7 @@ def test_a_mean_far_from_zero_costs_no_digits():
     ("options", "burn_in"),
     [({}, 0), ({"total_steps": 9}, 6), ({"total_steps": 9, "burn_in": 2}, 2), ({"burn_in": 0, "total_steps": 9}, 0)],
 )
-def test_two_thirds_of_a_training_of_known_length_are_batch_norm(options, burn_in):
+def test_the_first_two_thirds_of_a_training_of_known_length_are_batch_norm(options, burn_in):
     net, shape = fed(**options)
     plain, _ = fed(window=1)
     for seed in range(8):
@@ -205,7 +205,7 @@ def test_one_value_per_channel_trains_once_there_is_a_memory():
     assert int(net[1].memory_filled) == 2
 
 
-def test_without_a_layer_before_it_it_is_batch_norm():
+def test_a_norm_without_a_preceding_layer_is_batch_norm():
     ours = CrossIterationBatchNorm(3, window=4, dtype=torch.float64)
     torchs = nn.BatchNorm1d(3, dtype=torch.float64)
     for seed in range(4):
@@ -216,7 +216,7 @@ def test_without_a_layer_before_it_it_is_batch_norm():
 @pytest.mark.parametrize(
     "between", [nn.ReLU(inplace=True), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.5, inplace=True)], ids=str
 )
-def test_something_in_between_is_noticed(between):
+def test_an_operation_between_layer_and_norm_disables_the_memory(between):
     net, shape = fed(window=4)
     net.insert(1, between)
     for seed in range(3):
@@ -224,7 +224,7 @@ def test_something_in_between_is_noticed(between):
     assert int(net[2].memory_filled) == 0
 
 
-def test_an_input_changed_in_place_is_noticed():
+def test_an_input_changed_in_place_disables_the_memory():
     net, shape = fed(window=4)
     x = leaf(shape, seed=0).detach()
     with torch.no_grad():
@@ -259,7 +259,7 @@ def test_a_copy_after_a_layer_of_another_shape_has_an_empty_memory():
     assert (int(other[1].memory_filled), int(other[1].memory_next)) == (1, 1)
 
 
-def test_notes_are_left_in_training_only_and_taken_away():
+def test_a_source_is_attached_in_training_only_and_removed_by_the_norm():
     net, shape = fed(window=4)
     x = leaf(shape, seed=0)
     out = net[0](x)

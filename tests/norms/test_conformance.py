@@ -81,7 +81,7 @@ def test_warm_up_counters_stop_growing(name):
 
 
 @pytest.mark.parametrize(("name", "ask"), [("brn", "limits"), ("momentum_bn", "past_share")])
-def test_schedules_stay_where_they_end(name, ask):
+def test_a_schedule_keeps_its_last_value(name, ask):
     layer = recorder(layer_of(name, total_steps=10))
     arguments = () if ask == "limits" else (2,)
     at_the_end = torch.as_tensor(getattr(layer, ask)(*arguments, torch.tensor(10)))

@@ -181,7 +181,7 @@ def test_compiled_with_batches_and_images_of_any_size_it_trains_as_eagerly():
         assert_same_state(other, eager, atol=1e-12)
 
 
-def test_momentum_none_averages_all_batches_each_normalised_on_its_own():
+def test_momentum_none_averages_all_batches_and_normalizes_each_separately():
     layer = layer_of(window=12, warmup=0, correct_after=1)
     layer.momentum = None
     layer.reset_running_stats()

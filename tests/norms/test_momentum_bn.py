@@ -72,7 +72,7 @@ def test_without_total_steps_the_momentum_is_the_final_one():
 
 
 @pytest.mark.parametrize(("batch_size", "final"), [(2, 1 - 2 / 32), (8, 0.75), (32, 0), (128, 0)])
-def test_the_past_counts_for_nothing_at_first_and_for_what_a_batch_lacks_at_last(batch_size, final):
+def test_the_weight_of_earlier_batches_rises_from_0_to_what_the_batch_size_lacks(batch_size, final):
     layer = MomentumBatchNorm(3, total_steps=100, dtype=torch.float64)
     assert float(layer.past_share(batch_size)) == 0
     shares = [float(layer.past_share(batch_size, torch.tensor(step))) for step in (99, 100, 10_000_000)]

@@ -51,7 +51,7 @@ def grown(norm):
     return float(net[0].weight.detach().norm()) / first
 
 
-def test_nothing_holds_the_scale_of_the_weights_before_it():
+def test_the_weights_before_the_norm_grow_without_bound():
     """Batch norm's gradient is orthogonal to them; without the batch's own statistics they run away."""
     assert grown(nn.BatchNorm2d) < 1.1
     assert grown(MovingBatchNorm) > 1.5

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memnorm
-from memnorm.errors import OptionError
+from memnorm.errors import NothingToRecord, OptionError
 from memnorm.norms import normprop
 from memnorm.norms.normprop import NormProp, Standardize, largest_of
 
@@ -243,7 +243,7 @@ def test_a_norm_that_includes_relu_is_followed_by_constants():
     assert isinstance(net[1][2][1], Standardize)
 
 
-def test_a_relu_shared_by_norms_only_is_fine():
+def test_a_relu_shared_by_norms_only_is_supported():
     relu = nn.ReLU()
     net = memnorm.convert(nn.Sequential(block(relu), block(relu, first=nn.Conv2d(4, 4, 1))), "normprop")
     assert net[0][2] is net[1][2]
@@ -257,3 +257,9 @@ def test_sizes_in_a_forward_are_no_branches():
 
     net = Wired(forward, block=block(nn.ReLU()), fc=nn.Linear(4, 2))
     assert memnorm.convert(net, "normprop")(images(2, seed=0)).shape == (2, 2)
+
+
+def test_there_is_nothing_to_record():
+    net = memnorm.convert(small_net(), "normprop")
+    with pytest.raises(NothingToRecord, match="its norms are NormProp"):
+        memnorm.rerecord(net, images(2, seed=0))

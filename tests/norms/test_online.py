@@ -91,7 +91,7 @@ def test_a_trajectory_equals_the_papers_equations(rest, options):
         torch.testing.assert_close(mine, [reference.mu, reference.var, reference.u, reference.v], rtol=0, atol=1e-10)
 
 
-def test_how_a_stream_is_cut_into_batches_changes_nothing():
+def test_the_split_of_a_stream_into_batches_has_no_effect():
     x, probe = leaf((12, 3, 4), seed=0).detach(), randn(12, 3, 4, seed=1)
     results = []
     for sizes in ([12], [1] * 12, [5, 1, 6]):
@@ -122,7 +122,7 @@ def test_eval_is_batch_norm_with_the_compensation():
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
 
 
-def test_momentum_none_averages_all_batches_each_normalised_on_its_own():
+def test_momentum_none_averages_all_batches_and_normalizes_each_separately():
     layer = layer_of(compensation=None)
     layer.momentum = None
     layer.reset_running_stats()
@@ -135,7 +135,7 @@ def test_momentum_none_averages_all_batches_each_normalised_on_its_own():
     torch.testing.assert_close(layer.running_var, plain.running_var, rtol=0, atol=1e-12)
 
 
-def test_without_affine_parameters_it_normalises_alone():
+def test_a_layer_without_affine_parameters_only_normalizes():
     layer = OnlineNorm(3, affine=False, compensation=None, dtype=torch.float64)
     x = leaf((1, 3, 4), seed=0)
     torch.testing.assert_close(layer(x), x / (1 + EPS) ** 0.5, rtol=0, atol=1e-12)

@@ -114,23 +114,6 @@ def test_a_functional_call_records_into_the_buffers_passed_in_and_no_others(name
         torch.testing.assert_close(parameters[key].grad, parameter.grad, rtol=0, atol=0)
 
 
-@each_norm
-def test_func_grad_with_buffers_passed_in_gives_autograds_gradients_in_eval(name):
-    net = network(name).eval()
-    x, target = images(6, seed=10), labels(6, seed=10)
-    parameters, buffers = (
-        {key: one.detach() for key, one in named} for named in (net.named_parameters(), net.named_buffers())
-    )
-
-    def loss(parameters):
-        return F.cross_entropy(torch.func.functional_call(net, (parameters, buffers), (x,)), target)
-
-    gradients = torch.func.grad(loss)(parameters)
-    net.zero_grad()
-    F.cross_entropy(net(x), target).backward()
-    torch.testing.assert_close(gradients, {key: one.grad for key, one in net.named_parameters()}, rtol=0, atol=1e-5)
-
-
 @pytest.mark.slow
 @each_norm
 def test_onnx_runtime_computes_what_the_network_does_on_any_number_of_images(name, tmp_path):

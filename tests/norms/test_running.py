@@ -114,7 +114,7 @@ def test_a_sync_batch_norm_is_restored(name):
 
 @each_norm
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_layer_that_replaced_none_becomes_the_batch_norm_for_its_data(name, shape):
+def test_a_new_layer_becomes_the_batch_norm_for_the_rank_of_its_data(name, shape):
     layer = type(built(name))(3)
     layer(leaf(shape, seed=0, dtype=torch.float32))
     back = memnorm.to_batchnorm(layer)

@@ -127,7 +127,7 @@ def test_without_data_init_the_batch_norms_parameters_are_kept():
     torch.testing.assert_close(net[1].weight, before, rtol=0, atol=0)
 
 
-def test_a_batch_without_deviation_or_not_finite_leaves_it_to_the_next():
+def test_a_batch_that_is_not_finite_or_has_one_value_leaves_the_initialization_to_the_next():
     layer = WeightNormAffine(6, dtype=torch.float64)
     layer(leaf((1, 6), seed=0))
     layer(leaf((4, 6), seed=0) * float("nan"))
@@ -137,7 +137,7 @@ def test_a_batch_without_deviation_or_not_finite_leaves_it_to_the_next():
     assert layer.initialized
 
 
-def test_a_constant_channel_is_centred_and_not_blown_up():
+def test_a_constant_channel_is_centred_and_not_scaled():
     layer = WeightNormAffine(2)
     x = torch.stack([torch.full((4,), 3.0), torch.arange(4.0)], 1)
     y = layer(x)
@@ -146,7 +146,7 @@ def test_a_constant_channel_is_centred_and_not_blown_up():
     assert y.isfinite().all()
 
 
-def test_what_feeds_no_norm_keeps_its_function_and_its_length_is_learned():
+def test_a_layer_that_feeds_no_norm_keeps_its_output_and_learns_its_length():
     plain = small_net()
     weight, bias = plain[8].weight.detach().clone(), plain[8].bias
     net = memnorm.convert(plain, "weight_norm")
@@ -203,7 +203,7 @@ def test_there_is_one_length_per_output_channel(layer, dimension):
     torch.testing.assert_close(lengths, torch.ones(4), rtol=0, atol=1e-6)
 
 
-def test_groups_of_a_transposed_convolution_share_slices_and_keep_their_length():
+def test_a_transposed_convolution_with_groups_keeps_its_length():
     net = memnorm.convert(nn.Sequential(nn.ConvTranspose2d(4, 4, 2, groups=2), nn.BatchNorm2d(4)), "weight_norm")
     assert net[0].parametrizations.weight.original0.requires_grad
 
