@@ -136,10 +136,12 @@ def _install_hook() -> None:
 
 @_disable_dynamo
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Check the layers that have recorded their first batches."""
+    """Check the layers that this optimizer trains and that have recorded their first batches."""
     if not _unchecked or has_skipped(optimizer):
         return
-    recorded = {one: int(one.num_batches_tracked) - start for one, (_, start) in _unchecked.items() if one.training}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained_here = [one for one in _unchecked if any(id(parameter) in held for parameter in one._parameters.values())]
+    recorded = {layer: int(layer.num_batches_tracked) - _unchecked[layer][1] for layer in trained_here}
     layers = [layer for layer, batches in recorded.items() if batches > 0]
     trained = [_unchecked.pop(layer)[0] or recorded[layer] > FIRST_BATCHES for layer in layers]
     constant = [float(one.strength) for one in layers if one not in _scheduled]

@@ -226,6 +226,7 @@ def test_no_warning_of_a_constant_strength(build, before_steps, twice):
 @pytest.mark.filterwarnings("error::memnorm.MemnormWarning")
 def test_steps_of_another_model_give_no_warning():
     converted = memnorm.convert(small_net())
+    converted(images(4, seed=9))
     train(small_net(), twice=False)
     with pytest.raises(memnorm.MemnormWarning, match="constant"):
         train(converted, twice=False)
