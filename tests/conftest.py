@@ -14,14 +14,14 @@ torch.set_num_threads(1)  # tiny tensors, and one process per core
 
 
 def pytest_collection_finish():
-    """Collecting garbage, and searching it for optimizers, is slow with all objects of pytest: leave those out."""
+    """Exclude the objects of pytest from garbage collection and from searches for optimizers: they slow both down."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    """Tests draw from local generators; what a model under test draws by itself is at least the same every time."""
+    """Tests draw from local generators. This seeds what a model under test draws by itself."""
     torch.manual_seed(0)
 
 

@@ -32,7 +32,7 @@ def rms(x):
 
 
 def layer_and_batches(build, *, size=5, count=4, **options):
-    """One layer without affine map, its statistics off from those of the batches it will see."""
+    """One layer without affine map whose statistics differ from those of the batches."""
     layer = build(3, affine=False, eps=1e-3, dtype=torch.float64, **options)
     for step in range(3):
         layer(2 * randn(6, 3, seed=80 + step) + 1)
@@ -109,7 +109,7 @@ def test_the_diagnosis_names_layers_kinds_and_sizes():
 
 
 def test_a_filled_memory_brings_training_and_eval_closer_than_plain_batch_norm_at_batch_2():
-    """Both with the statistics of the same training forwards, both diagnosed on the same pairs."""
+    """Both layers have recorded the same batches and are diagnosed on the same batches."""
     batches = randn(80, 3, 4, 4, seed=6).split(2)
     disagreement = {}
     for name, build in (("plain", nn.BatchNorm2d), ("memorized", memnorm.MemorizedBatchNorm2d)):

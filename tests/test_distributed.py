@@ -25,7 +25,7 @@ def group():
 
 
 def exchanged(**options):
-    """A net whose first layer sees its inputs, its optimizer, and the handle."""
+    """A net that starts with a memorized layer, its optimizer, and the handle."""
     net = nn.Sequential(Layer(3, **options), nn.Linear(3, 1))
     optimizer = sgd(net)
     return net, optimizer, exchange_memory(net, optimizer)

@@ -1,4 +1,4 @@
-"""recalibrate and adapt: what they compute, what they leave alone, and what restores it."""
+"""recalibrate and adapt: the computed statistics, what stays unchanged, and how to revert."""
 
 import copy
 import math
@@ -108,7 +108,7 @@ def test_exact_statistics_of_a_layer_called_twice_settle():
 
 
 class Shuffled:
-    """Other data every time, as a loader with random augmentation gives."""
+    """Different data in every round, as from a loader with random augmentation."""
 
     def __init__(self):
         self.rounds = 0

@@ -1,4 +1,4 @@
-"""A trained model on its way out: torch.fx, fusion, torch.export, ONNX, quantization, torch.jit."""
+"""Deployment of a trained model: torch.fx, fusion, torch.export, ONNX, quantization, torch.jit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def evaluating(dtype: torch.dtype = double) -> nn.Module:
 
 
 def other_images(dtype: torch.dtype = double) -> Tensor:
-    """As many as no tool has seen."""
+    """A batch of another size than that of the export."""
     return images(7, seed=99, dtype=dtype)
 
 
@@ -56,7 +56,7 @@ def test_fusion_leaves_no_norm_in_a_network_made_plain(first):
 
 
 def test_fusion_of_a_converted_network_changes_nothing():
-    """It knows torch's classes alone: memorized layers stay, and the outputs are right."""
+    """Fusion knows torch's classes only, so memorized layers stay."""
     net, x = evaluating(), other_images()
     fused = fuse(copy.deepcopy(net))
     assert len(norms(fused)) == len(norms(net)) == 7
@@ -67,7 +67,7 @@ def test_fusion_of_a_converted_network_changes_nothing():
 
 
 def test_an_exported_network_needs_nothing_of_memnorm(tmp_path):
-    """Its operations are torch's own: the batch norm of eval mode is one of them."""
+    """The exported graph has torch's operations only, among them batch norm."""
     net, x = evaluating(), other_images()
     program = torch.export.export(net, (x,))
     used = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
@@ -115,7 +115,7 @@ def test_onnx_runtime_computes_what_the_network_does_on_any_number_of_images(pla
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [False, True], ids=["converted", "made plain"])
 def test_quantization_folds_every_norm_and_stays_near_the_network(plain):
-    """As near as the same weights in a network that never had a memory."""
+    """The result equals that of the same weights in a plain network."""
     net = evaluating(torch.float32)
     made_plain = memnorm.to_batchnorm(copy.deepcopy(net))
     narrow = quantized(made_plain if plain else copy.deepcopy(net))

@@ -279,7 +279,7 @@ def instance_norm() -> nn.Module:
     ],
 )
 def test_the_second_forward_changes_no_buffer_of_other_modules(seeded, other):
-    """With strength 0 the memory has no effect in training: both runs are the same but for what is recorded."""
+    """With strength 0 the memory has no effect in training, so both runs differ only in what is recorded."""
     runs = []
     for attach in (False, True):
         seeded()

@@ -1,4 +1,4 @@
-"""Strength over training time: when it changes, what the layers see of it, and how a schedule resumes."""
+"""The schedule of the strength: when it changes, its effect on the layers, how it resumes, the warning without it."""
 
 import json
 
@@ -14,7 +14,7 @@ from memnorm.functional import memorized_batch_norm
 
 
 def strengths(model):
-    """What the layers hold, as exact floats."""
+    """The strengths of the layers, as exact floats."""
     return [m.strength.item() for m in model.modules() if isinstance(m, memnorm.layers.MemorizedBatchNorm)]
 
 

@@ -1,4 +1,4 @@
-"""The state of memorized layers: buffers, casts, copies, resets, checkpoints, averages, files."""
+"""The state of memorized layers: buffers, casts, copies, resets, checkpoints, files."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def norms(net: nn.Module) -> list[Any]:
 
 
 def train_a_little(net: nn.Module, steps: int = 3) -> None:
-    """Gives a network statistics, and if memorized a memory, of its own."""
+    """Run a few training forwards, so that the statistics differ from the initial ones."""
     dtype = next(net.parameters()).dtype
     for step in range(steps):
         net(images(4, seed=500 + step, dtype=dtype) + 1)

@@ -55,7 +55,7 @@ TRAININGS = {
 
 
 def collectives() -> dict[str, dict[str, int]]:
-    """Of one step, by mode."""
+    """The collectives of one step and of one forward, by mode."""
     found = {}
     for mode in ("bn", "plain", "sync", "exchange"):
         model: Any = small_net(dtype=torch.float64) if mode == "bn" else net(sync=mode == "sync")
@@ -71,7 +71,7 @@ def collectives() -> dict[str, dict[str, int]]:
 
 
 def accumulated(model: Any, optimizer: Any, part: Any) -> list[dict[str, Tensor]]:
-    """Two batches per step, the gradients of the first one not averaged yet; the state after every step."""
+    """The state after every step of two batches. DDP averages the gradients with the second batch."""
     seen = []
     for step in range(4):
         optimizer.zero_grad()
@@ -107,7 +107,7 @@ def odd_part(rank: int) -> Tensor:
 
 
 def second_derivative() -> dict[str, Tensor]:
-    """Of a joint layer: the gradient of a gradient's square."""
+    """The gradient of the square of a gradient of a joint layer."""
     layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64, sync=True)
     layer(randn(4, 3, 2, 2, seed=50 + dist.get_rank()) + 1)
     x = odd_part(dist.get_rank()).requires_grad_()
@@ -119,7 +119,7 @@ def second_derivative() -> dict[str, Tensor]:
 
 
 def checkpointed() -> dict[str, Any]:
-    """Activation checkpointing runs the layers, collectives included, once more inside backward."""
+    """Activation checkpointing runs the layers and their collectives again inside backward."""
     found = {}
     for name in ("plain", "checkpointed"):
         model = net(sync=True)
@@ -132,7 +132,7 @@ def checkpointed() -> dict[str, Any]:
 
 
 def group_of_two() -> dict[str, Any]:
-    """`sync=group`: those in it share their batch, the others know nothing of it; copies are in the group, too."""
+    """`sync=group`: the members share their batch, other ranks do not. A copy is in the group, too."""
     group = dist.new_group([0, 1])
     layer = memnorm.convert(torch.nn.BatchNorm2d(3).double(), sync=group)
     layer = copy.deepcopy(layer)
@@ -144,7 +144,7 @@ def group_of_two() -> dict[str, Any]:
 
 
 def exchanged_in_groups() -> dict[str, Any]:
-    """Those outside a group, and those alone in one, remember their own batches."""
+    """Ranks outside the group, and a rank that is alone in it, remember their own batches."""
     found = {}
     for members in ([0, 1], [0]):
         layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64)
@@ -170,7 +170,7 @@ def narrow() -> dict[str, Any]:
 
 
 def scant() -> list[str]:
-    """What every process hears of a joint batch with nothing in it, and with a single value."""
+    """The error of every rank for an empty joint batch, and for a single value."""
     layer = memnorm.MemorizedBatchNorm1d(3, sync=True)
 
     def heard(size: int) -> str:
@@ -189,7 +189,7 @@ def without_statistics() -> Tensor:
 
 
 def handed_out() -> dict[str, Tensor]:
-    """Memories that differ, and then are rank 0's."""
+    """Different memories, overwritten by that of rank 0."""
     model = net()
     model(even_part(0)[0])
     broadcast_memory(model)
@@ -197,7 +197,7 @@ def handed_out() -> dict[str, Tensor]:
 
 
 def others() -> dict[str, dict[str, Tensor]]:
-    """The weights that each of the recording norms ends with, its memory that of DDP's defaults."""
+    """The final weights with each norm that records, under DDP's defaults."""
     found = {}
     for name in norms.available():
         if norms.get(name).records:
@@ -214,7 +214,7 @@ def others() -> dict[str, dict[str, Tensor]]:
 
 
 def spoilt() -> dict[str, Tensor]:
-    """Rank 0's batch is not finite, and then nobody has recorded anything at all."""
+    """The batch of rank 0 is not finite. In the second step no rank has recorded anything."""
     layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64)
     optimizer = sgd(layer)
     exchange_memory(layer, optimizer)

@@ -16,7 +16,7 @@ RUN = {"precision": "float64", "augment": False, "learning_rate": 0.02}
 
 
 def train(root, spec, *flags, torchrun_flags=()):
-    """Start it as a user would; what the store says of it."""
+    """Start `memnorm train` under torchrun, and return the stored result and metrics."""
     config = root / "run.yaml"
     config.write_text(spec.as_yaml())
     words = ["-m", "memnorm.lab", "train", "--config", str(config), "--runs", str(root), "--device", "cpu", *flags]
@@ -27,7 +27,7 @@ def train(root, spec, *flags, torchrun_flags=()):
 
 @pytest.mark.slow
 def test_with_a_joint_batch_it_is_the_run_of_one_process(tmp_path):
-    """44 images in batches of 8: the last one of an epoch is smaller. The numbers are those of one process but for
+    """44 images in batches of 8: the last one of an epoch is smaller. The numbers equal those of one process up to
     rounding.
     """
     spec = tiny(norm="mbn", scheme="double", norm_options={"sync": True}, **RUN)

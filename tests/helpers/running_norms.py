@@ -30,14 +30,14 @@ def replace(layer, name):
 
 
 def built(name, channels=3, *, rank=4, dtype=torch.float64, seed=100, plain=None, **options):
-    """The norm in place of a batch norm with random affine parameters; `plain` are options of the batch norm."""
+    """The replacement of a batch norm with random affine parameters; `plain` are options of the batch norm."""
     layer = LAYERS[rank][1](channels, dtype=dtype, **(plain or {}))
     randomize(layer, seed=seed)
     return ENTRIES[name]["replace"](layer, **options)
 
 
 def warmed(name, *, steps=6, rank=4, **options):
-    """The layer after some training steps, with statistics that matter."""
+    """The layer after some training steps, with statistics that differ from the initial ones."""
     layer = built(name, rank=rank, **{**OPTIONS[name], **options})
     for step in range(steps):
         layer(drifting(SHAPES[rank - 2], step))
@@ -45,7 +45,7 @@ def warmed(name, *, steps=6, rank=4, **options):
 
 
 def net_with(name, **options):
-    """`common.small_net` with the norm in place of its batch norms."""
+    """`common.small_net` with its batch norms replaced."""
     net = small_net()
     for place in (1, 4):
         net[place] = ENTRIES[name]["replace"](net[place], **options)

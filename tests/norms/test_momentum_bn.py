@@ -52,7 +52,7 @@ class Literal:
 
 
 class Constant(Literal):
-    """Without a length of training: the final momentum, and the mean of all batches while that is less."""
+    """Without the length of the training: the final λ, or the mean of all batches while that gives less weight."""
 
     def momentum(self, m):
         return min(1 - min(m / self.ideal, 1), (self.t - 1) / self.t)

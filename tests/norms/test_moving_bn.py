@@ -39,7 +39,7 @@ def test_training_computes_what_eval_does(shape):
 
 
 def grown(norm):
-    """How much larger the weights before the norm are after steps on a loss that asks for larger outputs."""
+    """The growth of the weights before the norm in a training for larger outputs."""
     net = memnorm.convert(small_net(), norm)
     optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
     x = leaf((8, 3, 8, 8), seed=0, dtype=torch.float32).detach()
@@ -52,6 +52,6 @@ def grown(norm):
 
 
 def test_the_weights_before_the_norm_grow_without_bound():
-    """Batch norm's gradient is orthogonal to them; without the batch's own statistics they run away."""
+    """The gradient of batch norm is orthogonal to these weights; without batch statistics they grow."""
     assert grown(nn.BatchNorm2d) < 1.1
     assert grown(MovingBatchNorm) > 1.5

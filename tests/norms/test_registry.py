@@ -15,7 +15,7 @@ from memnorm import norms
 
 
 def pretrained():
-    """Batch norm with statistics and affine maps that matter."""
+    """Batch norm with random affine maps and trained statistics."""
     net = chain()
     for seed in range(5):
         net(2 * images(8, seed=seed) + 1)

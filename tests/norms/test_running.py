@@ -1,4 +1,4 @@
-"""What the norms share that are batch norm in eval mode: conversion, state, training, errors."""
+"""Norms that are batch norm in eval mode: conversion, state, training, errors."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""What the norms share that remember iterations: mabn, online and cbn."""
+"""Norms that remember iterations: mabn, online and cbn."""
 
 import copy
 import gc
@@ -45,7 +45,7 @@ def state(module):
 
 
 def changed(module, before):
-    """The buffers of the first norm that are not what they were."""
+    """The buffers of the first norm that have changed."""
     now = module.state_dict()
     return {name[2:] for name in now if name.startswith("1.") and not torch.equal(now[name], before[name])}
 
