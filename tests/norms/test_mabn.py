@@ -105,10 +105,9 @@ def test_a_trajectory_equals_the_papers_equations(rest, options):
     assert layer.running_mean.eq(0).all()
 
 
-def test_the_default_equals_the_papers_equations_past_both_warm_ups():
-    layer, reference = layer_of(), Reference()
-    for step in range(1010):
-        assert_step_equals_the_reference(layer, reference, (2, 3), step)
+def test_the_defaults_are_those_of_the_authors():
+    layer = MovingAverageBatchNorm(3)
+    assert (layer.warmup, layer.correct_after, layer.max_ratio, layer.momentum) == (100, 1000, 5.0, 0.02)
 
 
 def rising(step, size):
