@@ -1,14 +1,11 @@
-"""Double-Forward and the state around it: handles, copies, exceptions, random numbers, buffers, autocast, errors."""
+"""The second forward: exceptions, random numbers, buffers, autocast, checkpointing, `recording` and `rerecord`."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import gc
-import io
 import random
-import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,172 +18,11 @@ from helpers.double_forward import accumulate, assert_remembers, attached, batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
-from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 
 import memnorm
-from memnorm.errors import DTypeError, MemnormWarning, NothingToRecord, OptionError
 from memnorm.modules import modules_of
-from memnorm.replay import _devices, recorders
-
-# The handle
-
-
-def hooks_of(model: nn.Module, optimizer: Any) -> int:
-    of_model = len(model._forward_pre_hooks) + len(model._forward_hooks) + len(model._forward_hooks_always_called)
-    return of_model + len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-
-
-def test_after_remove_the_training_forward_records_and_the_step_does_not():
-    model = transparent_net()
-    optimizer = sgd(model)
-    handle = memnorm.double_forward(model, optimizer)
-    accumulate(model, batch(1))
-    handle.remove()
-    accumulate(model, batch(2))
-    optimizer.step()
-    assert_remembers(model, batch(2))
-
-
-@pytest.mark.parametrize("error", [None, ZeroDivisionError])
-def test_a_with_statement_removes_it_also_after_an_exception(error):
-    model = transparent_net()
-    optimizer = sgd(model)
-    with contextlib.suppress(ZeroDivisionError), memnorm.double_forward(model, optimizer):
-        train_step(model, optimizer, batch(1))
-        if error:
-            raise error
-    assert_remembers(model, batch(1))
-    assert hooks_of(model, optimizer) == 0
-
-
-@pytest.mark.parametrize("part", [slice(None), slice(2)], ids=["same model", "part of it"])
-def test_a_second_double_forward_on_the_same_layers_is_an_error(part):
-    model = transparent_net()
-    memnorm.double_forward(model, (optimizer := sgd(model)))
-    with pytest.raises(memnorm.MemnormError, match=r"remove\(\).*or pass all optimizers") as caught:
-        memnorm.double_forward(model[part], sgd(model))
-    assert "'0'" in str(caught.value)
-    train_step(model, optimizer, batch(1))
-    assert_remembers(model, batch(1))
-
-
-def test_after_remove_it_can_be_attached_again():
-    model = transparent_net()
-    optimizer = sgd(model)
-    handle = memnorm.double_forward(model, optimizer)
-    handle.remove()
-    memnorm.double_forward(model, optimizer)
-    train_step(model, optimizer, batch(1))
-    assert_remembers(model, batch(1))
-
-
-def test_a_deleted_optimizer_makes_room_for_a_new_one():
-    model, optimizer = attached()
-    accumulate(model, batch(1))
-    del optimizer
-    gc.collect()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
-    train_step(model, optimizer, batch(2))
-    assert_remembers(model, batch(2))
-
-
-def test_when_its_optimizer_is_deleted_the_training_forward_records_again():
-    model, optimizer = attached()
-    del optimizer
-    gc.collect()
-    model(batch(1))
-    assert_remembers(model, batch(1))
-
-
-@pytest.mark.parametrize("owns_a_buffer", [False, True])
-def test_it_does_not_keep_the_model_alive(owns_a_buffer):
-    model = transparent_net()
-    if owns_a_buffer:
-        model.register_buffer("own", torch.zeros(2))
-    optimizer = sgd(model)
-    handle = memnorm.double_forward(model, optimizer)
-    train_step(model, optimizer, batch(1))
-    accumulate(model, batch(2))
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None
-    assert handle.steps == 1
-
-
-# Copies
-
-
-def saved_and_loaded(model: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-each_copy = pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, saved_and_loaded, lambda model: swa_utils.AveragedModel(model).module],
-    ids=["deepcopy", "pickle", "AveragedModel"],
-)
-
-
-@each_copy
-@pytest.mark.parametrize("muted", [False, True], ids=["", "inside recording off"])
-def test_a_copy_records_its_training_forwards_and_the_original_its_second_forwards(copied, muted):
-    model, optimizer = attached()
-    accumulate(model, batch(1))
-    with memnorm.recording(model, not muted):
-        twin = copied(model)
-    accumulate(twin, batch(2))
-    assert_remembers(model)
-    optimizer.step()
-    assert_remembers(twin, batch(2))
-    assert_remembers(model, batch(1))
-
-
-@each_copy
-def test_a_copy_carries_neither_handle_nor_optimizer(copied):
-    model = transparent_net()
-    optimizer = sgd(model)
-    handle = memnorm.double_forward(model, optimizer)
-    accumulate(model, batch(1))
-    references = [weakref.ref(handle), weakref.ref(optimizer)]
-    twin = copied(model)
-    del model, optimizer, handle
-    gc.collect()
-    assert twin.training
-    assert [reference() for reference in references] == [None, None]
-
-
-def test_a_pickle_carries_no_pending_batch():
-    def size(model: nn.Module) -> int:
-        torch.save(model, file := io.BytesIO())
-        return len(file.getvalue())
-
-    model, optimizer = attached()
-    before = size(model)
-    accumulate(model, batch(1, size=10_000))
-    assert size(model) < before + 1000
-    assert optimizer.param_groups
-
-
-@each_copy
-def test_a_copy_can_be_given_its_own(copied):
-    model, optimizer = attached()
-    train_step(model, optimizer, batch(1))
-    twin = copied(model)
-    twin_sgd = sgd(twin)
-    handle = memnorm.double_forward(twin, twin_sgd)
-    accumulate(twin, batch(2))
-    assert_remembers(twin, batch(1))
-    twin_sgd.step()
-    assert_remembers(twin, batch(2), batch(1))
-    handle.remove()
-    assert hooks_of(twin, twin_sgd) == 0
-
+from memnorm.replay import _devices
 
 # Exceptions
 
@@ -285,17 +121,6 @@ def test_after_an_error_in_the_second_forward_the_next_step_counts_as_an_update_
     assert model[1].num_updates == 2
 
 
-def test_a_step_whose_second_forward_raised_is_counted_for_every():
-    model = transparent_net(Failing(call=3))
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer, every=2)
-    train_step(model, optimizer, batch(1))
-    with pytest.raises(ZeroDivisionError):
-        train_step(model, optimizer, batch(2))
-    accumulate(model, batch(3))
-    assert_remembers(model, batch(3), batch(1))
-
-
 # Random numbers
 
 
@@ -387,20 +212,6 @@ def test_the_second_forward_draws_the_numbers_of_the_training_forward(seeded, dr
 
 
 @each_source
-def test_the_loop_draws_the_numbers_it_would_draw_without_second_forward(seeded, draw):
-    after = []
-    for attach in (False, True):
-        seeded()
-        model = transparent_net(RandomScale(draw))
-        optimizer = sgd(model)
-        if attach:
-            memnorm.double_forward(model, optimizer)
-        train_step(model, optimizer, batch(1))
-        after.append([draw() for _ in range(3)])
-    assert after[0] == after[1]
-
-
-@each_source
 def test_rerecord_leaves_the_random_state_alone(seeded, draw):
     model = transparent_net(RandomScale(draw))
     after = []
@@ -468,7 +279,7 @@ def instance_norm() -> nn.Module:
     ],
 )
 def test_the_second_forward_changes_no_buffer_of_other_modules(seeded, other):
-    """With strength 0 the memory has no effect in training: both runs are the same but for what is recorded."""
+    """With strength 0 the memory has no effect in training, so both runs differ only in what is recorded."""
     runs = []
     for attach in (False, True):
         seeded()
@@ -503,7 +314,7 @@ def test_the_second_forward_changes_no_buffer_of_the_model_itself():
     assert_remembers(model, batch(3), batch(2), batch(1))
 
 
-def test_modules_are_found_once_each_however_often_they_are_shared():
+def test_a_shared_module_is_found_once():
     model = nn.Sequential(transparent_net(), nn.Module())
     model[1].register_module("nothing", None)
     for _ in range(40):  # 2⁴⁰ ways to the innermost
@@ -514,7 +325,7 @@ def test_modules_are_found_once_each_however_often_they_are_shared():
     assert set(found) == set(model.modules())
 
 
-def test_every_device_with_a_parameter_counts():
+def test_the_devices_of_a_model_are_those_of_its_parameters():
     """With a stand-in for a parameter on a GPU."""
     far = SimpleNamespace(_parameters={"weight": SimpleNamespace(is_cpu=False, device=torch.device("cuda"))})
     here, nowhere = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
@@ -588,17 +399,6 @@ def test_a_forward_in_training_mode_without_grad_records_immediately_and_is_not_
     assert_remembers(model, batch(2), batch(1))
 
 
-def test_update_bn_does_what_it_does_without_double_forward():
-    plain, model = transparent_net(), transparent_net()
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
-    for one in (plain, model):
-        swa_utils.update_bn([batch(seed) for seed in range(3)], one)
-    assert optimizer.param_groups
-    assert plain[0].num_batches_tracked == 3
-    assert_same_state(model, plain)
-
-
 # Autocast
 
 
@@ -646,21 +446,6 @@ def test_inside_an_autocast_that_has_cached_the_old_weights_the_second_forward_s
 # Activation checkpointing
 
 
-class Checkpointed(nn.Module):
-    """Calls a part of the net, or all of it, through torch.utils.checkpoint."""
-
-    def __init__(self, first: int, last: int, **options: Any) -> None:
-        super().__init__()
-        self.net = memnorm.convert(small_net())
-        self.first, self.last, self.options = first, last, options
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.net[: self.first](x)
-        segment = self.net[self.first : self.last]
-        x = checkpoint(segment, x, **self.options) if self.options else segment(x)
-        return self.net[self.last :](x)
-
-
 def trained_with(call: Callable[[nn.Module, Tensor], Tensor], model: nn.Module) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     memnorm.double_forward(model, optimizer)
@@ -672,134 +457,11 @@ def trained_with(call: Callable[[nn.Module, Tensor], Tensor], model: nn.Module) 
     return model
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_a_checkpointed_segment_changes_nothing(use_reentrant):
-    plain = trained_with(nn.Module.__call__, Checkpointed(1, 6))
-    assert_same_state(trained_with(nn.Module.__call__, Checkpointed(1, 6, use_reentrant=use_reentrant)), plain)
-    assert [layer.num_batches_tracked for layer in recorders(plain)] == [5, 5]  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_checkpointing_the_whole_model_changes_nothing(use_reentrant):
     plain = trained_with(nn.Module.__call__, memnorm.convert(small_net()))
     call = functools.partial(checkpoint, use_reentrant=use_reentrant)
     assert_same_state(trained_with(call, memnorm.convert(small_net())), plain)
-
-
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"model": small_net()}, NothingToRecord, "BatchNorm2d.*Call memnorm.convert"),
-        ({"model": nn.Linear(2, 2)}, NothingToRecord, "no norm.*Call memnorm.convert"),
-        ({"optimizer": sgd(nn.Linear(2, 2))}, OptionError, "SGD holds no parameter of Sequential"),
-        ({"optimizer": "sgd"}, DTypeError, "expected a torch.optim.Optimizer.*got str"),
-        ({"optimizer": []}, DTypeError, "expected a torch.optim.Optimizer"),
-        ({"every": 0}, OptionError, "every must be a positive number of steps; got 0"),
-        ({"every": 1.5}, OptionError, "every must be a positive number of steps; got 1.5"),
-        ({"fraction": 0}, OptionError, r"fraction must lie in \(0, 1\]; got 0"),
-        ({"fraction": 1.5}, OptionError, r"fraction must lie in \(0, 1\]; got 1.5"),
-        ({"max_pending": 0}, OptionError, "max_pending must be positive; got 0"),
-    ],
-    ids=lambda value: f"{next(iter(value))}={next(iter(value.values()))!r}"[:24] if isinstance(value, dict) else "",
-)
-def test_wrong_arguments_are_errors_and_leave_no_hook(arguments, error, words):
-    model = transparent_net()
-    optimizer = sgd(model)
-    given = {"model": model, "optimizer": optimizer, **arguments}
-    with pytest.raises(error, match=words):
-        memnorm.double_forward(**given)
-    assert hooks_of(model, optimizer) == 0
-
-
-def test_when_only_a_child_is_called_the_error_names_it():
-    model = nn.Sequential(nn.Sequential(transparent_net()), nn.Identity())
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
-    accumulate(model[0][0], batch(1))
-    with pytest.raises(NothingToRecord, match=r"inside its '0\.0' were.*double_forward\(model\.0\.0, optimizer\)"):
-        optimizer.step()
-
-
-def test_a_step_with_gradients_before_any_forward_is_an_error():
-    model, optimizer = attached()
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(NothingToRecord, match=r"Sequential itself was never called \(none of its layers ran"):
-        optimizer.step()
-
-
-def test_ten_steps_without_a_forward_give_one_warning():
-    model, optimizer = attached()
-    train_step(model, optimizer, batch(1))
-    for _ in range(9):
-        optimizer.step()
-    with pytest.warns(memnorm.MemnormWarning, match="10 optimizer steps without a training forward of Sequential"):
-        optimizer.step()
-    optimizer.step()
-
-
-def test_more_pending_batches_than_allowed_are_an_error_and_are_forgotten():
-    model, optimizer = attached(max_pending=3)
-    for seed in (1, 2, 3):
-        accumulate(model, batch(seed))
-    with pytest.raises(memnorm.MemnormError, match=r"3 training forwards.*raise max_pending.*another optimizer"):
-        model(batch(4))
-    train_step(model, optimizer, batch(5))
-    assert_remembers(model, batch(5))
-
-
-def test_rerecord_of_a_model_in_eval_mode_is_an_error():
-    model = transparent_net().eval()
-    with pytest.raises(NothingToRecord, match=r"every memorized layer .* is in eval mode.*model\.train\(\)"):
-        memnorm.rerecord(model, batch(1))
-
-
-@pytest.mark.parametrize("call", [memnorm.rerecord, lambda *args: memnorm.recording(*args).__enter__()])
-def test_rerecord_and_recording_of_an_unconverted_model_are_errors(call):
-    with pytest.raises(NothingToRecord, match=r"BatchNorm2d\. Call memnorm\.convert"):
-        call(small_net(), images(2, seed=1))
-
-
-def test_layers_stripped_by_sync_batch_norm_before_attaching_are_an_error_that_says_so():
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(transparent_net())
-    with pytest.raises(NothingToRecord, match=r"convert_sync_batchnorm .*call memnorm\.convert\(model\) last"):
-        memnorm.double_forward(model, sgd(model))
-
-
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_layers_stripped_by_sync_batch_norm_after_attaching_are_an_error_at_the_next_step(steps_before):
-    model, optimizer = attached()
-    for seed in range(steps_before):
-        train_step(model, optimizer, batch(seed))
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    with pytest.raises(NothingToRecord, match="convert_sync_batchnorm"):
-        train_step(model, optimizer, batch(5))
-
-
-class UnregisteredNorm(nn.Module):
-    """Its forward calls a norm that is not registered as its module."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-        self.called = ({"norm": nn.BatchNorm2d(3)},)
-
-    def forward(self, x):
-        return self.called[0]["norm"](self.conv(x))
-
-
-def test_three_second_forwards_that_record_nothing_give_a_warning():
-    model = memnorm.convert(UnregisteredNorm())
-    optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
-    train_step(model, optimizer, images(4, seed=0))
-    train_step(model, optimizer, images(4, seed=1))
-    with pytest.warns(MemnormWarning, match="second forwards of UnregisteredNorm recorded nothing"):
-        train_step(model, optimizer, images(4, seed=2))
 
 
 # The primitives
