@@ -43,7 +43,7 @@ def output(*command: str) -> str:
 def main() -> int:
     os.environ["MEMNORM_ECOSYSTEM"] = "1"  # a library that cannot be imported fails instead of skipping
     outcomes, start = Outcomes(), time.monotonic()
-    code = pytest.main([str(Path(__file__).parent), "--durations=10"], plugins=[outcomes])
+    code = pytest.main([str(Path(__file__).parent), "-v", "-rs", "--durations=10"], plugins=[outcomes])
     if not outcomes.rows or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(code)
     record = {

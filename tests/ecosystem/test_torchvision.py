@@ -17,14 +17,15 @@ for name in models.list_models():
 
 
 def build(name):
-    """Without weights, which would be downloaded. Detectors take small images and return every box."""
+    """Without weights, which would be downloaded. Detectors take small images and return a few boxes of any score."""
     options = {"weights": None}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         options |= {"weights_backbone": None, "num_classes": 2}
     model = models.get_model(name, **options)
     if hasattr(model, "transform"):
         model.transform.min_size, model.transform.max_size = (128,), 128
-        getattr(model, "roi_heads", model).score_thresh = 0.0
+        head = getattr(model, "roi_heads", model)
+        head.score_thresh, head.detections_per_img = 0.0, 4
     return model
 
 
