@@ -11,9 +11,9 @@ test: .venv/installed lint
 test-full: .venv/full .venv/installed lint
 	$(BIN)/python tests/full.py
 
+# The table of docs lists failures as well.
 test-ecosystem: .venv-ecosystem/installed .venv/installed
-	.venv-ecosystem/bin/python tests/ecosystem/run.py
-	$(BIN)/python tools/docs.py
+	.venv-ecosystem/bin/python tests/ecosystem/run.py; result=$$?; $(BIN)/python tools/docs.py && exit $$result
 
 demo: .venv/installed
 	$(BIN)/memnorm demo
