@@ -9,6 +9,6 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("name", ["Unet", "DeepLabV3Plus", "FPN"])
-def test_a_network_trains_two_way_and_returns(name, record_property):
+def test_a_network_trains_two_way_and_returns(name):
     model = getattr(smp, name)("resnet18", encoder_weights=None, classes=2)
     round_trip(model, lambda seed: pictures(3, 64, 64, seed=seed))
