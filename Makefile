@@ -3,13 +3,17 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2' -o -name '*.cpp' -o -name '*.h') memnorm/py.typed pyproject.toml setup.py README.md LICENSE
 
-.PHONY: test test-full demo docs bench lint format clean
+.PHONY: test test-full test-ecosystem demo docs bench lint format clean
 
 test: .venv/installed lint
 	$(BIN)/pytest -n 2
 
 test-full: .venv/full .venv/installed lint
 	$(BIN)/python tests/full.py
+
+# The table of docs lists failures as well.
+test-ecosystem: .venv-ecosystem/installed .venv/installed
+	.venv-ecosystem/bin/python tests/ecosystem/run.py; result=$$?; $(BIN)/python tools/docs.py && exit $$result
 
 demo: .venv/installed
 	$(BIN)/memnorm demo
@@ -45,6 +49,17 @@ format: .venv/dependencies
 	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs]'
 	touch $@
 
+# The newest versions of what other people train with, not ours: several GB.
+.venv-ecosystem/dependencies:
+	$(PYTHON) -m venv .venv-ecosystem
+	.venv-ecosystem/bin/pip install --quiet --disable-pip-version-check \
+		torch torchvision timm segmentation-models-pytorch monai ultralytics pytest
+	touch $@
+
+.venv-ecosystem/installed: .venv-ecosystem/dependencies .venv/installed
+	.venv-ecosystem/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/memnorm-*.whl
+	touch $@
+
 # The tests run against an installed wheel, not against the source tree.
 .venv/installed: .venv/dependencies $(wildcard .venv/full .venv/docs) $(SOURCES)
 	rm -rf dist build
@@ -53,4 +68,4 @@ format: .venv/dependencies
 	touch $@
 
 clean:
-	rm -rf .venv dist build site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-ecosystem dist build site *.egg-info .mypy_cache .pytest_cache .ruff_cache
