@@ -237,10 +237,13 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         return leader is optimizer and self._faded_at != self._versions()
 
     def _versions(self) -> tuple[int, ...]:
-        """Change whenever something is recorded or fades."""
+        """Change whenever something is recorded. Under a dispatch mode torch does not count what `_foreach_copy_`
+        writes; the number of batches is written by `add_`.
+        """
         buffers: Any = self._buffers
         one, other = buffers["running_weight"], buffers["backward_weight"]
-        return id(one), version_of(one), id(other), version_of(other)
+        batches = version_of(buffers["num_batches_tracked"])
+        return id(one), version_of(one), id(other), version_of(other), batches
 
     def _after_update(self) -> None:
         """The memory has faded."""

@@ -9,6 +9,7 @@ from helpers.common import assert_same_state, images, labels, leaf, randn, rando
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import memnorm
 from memnorm.functional import pool
@@ -305,6 +306,17 @@ def test_under_checkpointing_backward_is_recorded_once_and_as_without(reentrant,
             optimizer.step()
             net.zero_grad()
     assert_same_state(*nets, atol=1e-10)
+
+
+def test_under_a_dispatch_mode_the_memory_fades_with_each_update():
+    layer = TwoWayBatchNorm2d(3, warmup=0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with FlopCounterMode(display=False):
+        for seed in range(3):
+            layer(leaf((2, 3, 4, 4), seed=seed, dtype=torch.float32)).square().sum().backward()
+            optimizer.step()
+    weight = 32 * (0.9 + 0.9**2 + 0.9**3)
+    assert [float(layer.running_weight), float(layer.backward_weight)] == pytest.approx([weight, weight], rel=1e-6)
 
 
 def test_create_graph_is_an_error_that_says_why(backend):
