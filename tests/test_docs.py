@@ -28,6 +28,7 @@ def test_a_code_block_shows_double_forward_with_the_schedule(block):
     assert "StrengthSchedule(" in block or not papers
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # in torch 2.8's distributed checkpoints
 @pytest.mark.filterwarnings("error::memnorm.MemnormWarning")
 @pytest.mark.parametrize("block", list(code_blocks()))
 def test_code_block_runs(block, tmp_path, monkeypatch):
@@ -85,6 +86,6 @@ def test_the_version_is_the_same_everywhere():
 
 
 def test_every_public_name_has_a_docstring_and_there_are_few():
-    assert len(memnorm.__all__) < 22
+    assert len(memnorm.__all__) < 24
     for name in memnorm.__all__:
         assert getattr(memnorm, name).__doc__, name

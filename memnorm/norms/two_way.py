@@ -378,7 +378,7 @@ def _merge_backward(buffers: Sequence[Tensor], mean: Tensor, product: Tensor, we
     """Merge the means of a backward into (A, Q, W_b), in place. Means that are not finite change nothing."""
     total = buffers[2] + weight
     share = as_scalar(weight / total, buffers[0].dtype, buffers[0].device)
-    new = [torch.lerp(old, one.to(old.dtype), share) for old, one in zip(buffers, (mean, product), strict=False)]
+    new = [torch.lerp(old, one.to(old.dtype), share) for old, one in zip(buffers[:2], (mean, product), strict=True)]
     finite = (new[0].isfinite() & new[1].isfinite()).all()
     # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU.
     torch._foreach_copy_(

@@ -56,10 +56,9 @@ def fit(task, *callbacks, steps=STEPS, accumulate=1, resume=None, **options):
         max_steps=steps,
         accumulate_grad_batches=accumulate,
         callbacks=list(callbacks),
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"enable_checkpointing": False, **options},
+        **{"enable_checkpointing": False, "logger": False, **options},
     )
     torch.manual_seed(7)
     trainer.fit(task, scenes(accumulate), ckpt_path=resume)

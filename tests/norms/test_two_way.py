@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from helpers.common import assert_same_state, images, labels, leaf, randn, randomize, small_net
+from helpers.versions import TORCH, newer_than
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -608,7 +609,10 @@ def test_after_a_first_single_value_eval_is_reasonable():
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch about itself
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "accumulate",
+    [1, pytest.param(3, marks=newer_than((2, 8), "compiled, it refuses several forwards before their backwards"))],
+)
 def test_a_compiled_training_is_the_eager_one_and_compiles_once(accumulate):
     torch.compiler.reset()
     nets = [memnorm.convert(small_net(dtype=torch.float64), "two_way", warmup=2) for _ in range(2)]
@@ -634,7 +638,8 @@ def test_compiling_with_recording_off_is_an_error():
     torch.compiler.reset()
     net = trained(1)
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    with memnorm.recording(net, False), pytest.raises(Exception, match="recording off"):
+    match = "recording off" if TORCH > (2, 8) else "MemnormError"
+    with memnorm.recording(net, False), pytest.raises(Exception, match=match):
         compiled(images(4, seed=0, dtype=torch.float64))
 
 
