@@ -254,7 +254,8 @@ class Log(lightning.loggers.Logger):
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_monitor_logs_every_so_many_steps_and_changes_nothing(accumulate):
     log, task = Log(), Task()
-    net = fit(task, MemnormCallback("net"), MonitorCallback(every=2), accumulate=accumulate, logger=log)
+    callbacks = (MemnormCallback("net"), MonitorCallback(every=2))
+    net = fit(task, *callbacks, accumulate=accumulate, logger=log, log_every_n_steps=1)
     assert [step for step, _ in log.logged] == [2, 4, 6]
     assert {"memnorm/noise", "memnorm/drift", "memnorm/age", "memnorm/weight"} <= log.logged[-1][1].keys()
     assert "memnorm/noise/net.color.1" in log.logged[-1][1]
