@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from literal import LiteralTraining
 
 from memnorm.lab import environment
 from memnorm.lab.errors import UsageError
-from memnorm.lab.literal import LiteralTraining
 from memnorm.lab.store import Store, StoredRun
 from memnorm.lab.training import Training, drawn, load_data, sources
 from memnorm.milestones import in_steps

@@ -15,7 +15,7 @@ from memnorm import norms as norms
 from memnorm import reference as reference
 from memnorm import replay as replay
 from memnorm import schedule as schedule
-from memnorm._convert import convert, summary, to_batchnorm
+from memnorm._convert import convert, summary
 from memnorm._diagnose import diagnose
 from memnorm._double_forward import DoubleForward, double_forward
 from memnorm._monitor import monitor
@@ -24,6 +24,7 @@ from memnorm.errors import MemnormError, MemnormWarning
 from memnorm.estimate import adapt, recalibrate
 from memnorm.layers import MemorizedBatchNorm, MemorizedBatchNorm1d, MemorizedBatchNorm2d, MemorizedBatchNorm3d
 from memnorm.norms.two_way import TwoWayBatchNorm1d, TwoWayBatchNorm2d, TwoWayBatchNorm3d
+from memnorm.plain import plain_state_dict, to_batchnorm
 from memnorm.replay import recording, rerecord
 from memnorm.schedule import StrengthSchedule
 
@@ -47,6 +48,7 @@ __all__ = [
     "diagnose",
     "double_forward",
     "monitor",
+    "plain_state_dict",
     "recalibrate",
     "recording",
     "rerecord",

@@ -1,26 +1,25 @@
-"""Replace the batch norms of a model (`convert`), restore them (`to_batchnorm`), and list them (`summary`)."""
+"""Replace the batch norms of a model (`convert`) and list its norms (`summary`)."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from memnorm import centering, norms
-from memnorm._double_forward import detach
-from memnorm.distributed import keep_local, stop_exchange, unkeep_local
-from memnorm.errors import DTypeError, NothingToConvert, OptionError, WrappedModelError, check_module, warn
+from memnorm import norms, selection
+from memnorm.distributed import keep_local, unkeep_local
+from memnorm.errors import DTypeError, NothingToConvert, OptionError, check_module, warn
+from memnorm.frozen import is_frozen, reason_to_keep
 from memnorm.layers import MemorizedBatchNorm, Recording
 from memnorm.modules import replace_modules
-from memnorm.norms.base import RunningNorm, behind, has_activation, restored
-from memnorm.norms.mbn import plain
+from memnorm.norms.base import RunningNorm, behind, has_activation
+from memnorm.plain import original, refuse_wrapped, undo_surgery
 from memnorm.stripped import unwatch_saving, watch_saving
 from memnorm.text import table
 
@@ -30,92 +29,119 @@ COSMETIC_METHODS = {"__init__", "__repr__", "__annotate__", "__dict__", "__weakr
     "reset_parameters",
     "_check_input_dim",
 }
+FROZEN = 'frozen; convert(model, frozen="convert") makes it trainable'
 
 
-def convert(model: nn.Module, norm: str | Callable[..., nn.Module] = "mbn", **options: Any) -> nn.Module:
+def convert(
+    model: nn.Module,
+    norm: str | Callable[..., nn.Module] = "mbn",
+    *,
+    include: selection.Rule | Sequence[selection.Rule] | None = None,
+    exclude: selection.Rule | Sequence[selection.Rule] | None = None,
+    frozen: Literal["keep", "convert"] = "keep",
+    **options: Any,
+) -> nn.Module:
     """Replace every batch norm of `model` in place and return the model. If `model` is a batch norm, return the new
     layer.
 
         model = memnorm.convert(model, "two_way")                   # two-way memory: for micro-batches
         model = memnorm.convert(model)                              # memorized batch norm, the paper's defaults
         model = memnorm.convert(model, memory_size=None, decay=0.99)
+        model = memnorm.convert(model, include="backbone", exclude=["*.downsample.*", nn.BatchNorm1d])
+        model = memnorm.convert(detector, "two_way", frozen="convert")
 
     Parameters stay the same objects, so an optimizer that was created before the conversion still works. Running
     statistics, mode, device, hooks and sharing are kept, and `convert(model).eval()` computes the same as
     `model.eval()` did. Norms outside this family may add parameters ("frn", "evonorm_s0") or replace those of
     convolutions ("weight_norm"): create the optimizer after such a conversion (see `docs/norms/`).
 
-    timm's BatchNormAct2d keeps its activation. Frozen, lazy and parametrized norms and subclasses with their own
-    forward are skipped with a warning. Memorized layers get the given options and keep their memory. Layers of another
-    norm are replaced as the batch norm that they were converted from.
+    timm's BatchNormAct2d keeps its activation. Lazy and parametrized norms and subclasses with their own forward are
+    skipped with a warning. Memorized layers get the given options and keep their memory. Layers of another norm are
+    replaced as the batch norm that they were converted from.
 
     Args:
         model: a module that is not yet wrapped for distributed training.
         norm: a name of `memnorm.norms.available()`, or a function `(num_features, **options)` that returns a module.
+        include: replace these norms only: a name, a glob pattern, a class, a function `(name, module) -> bool`, or a
+            list of these. Names, patterns and classes match a norm or a module that contains it: `"backbone"` stands
+            for every norm of the backbone. `memnorm.summary` shows which norms were left out, and by which rule.
+        exclude: leave these norms as they are, also where `include` matches.
+        frozen: "keep" leaves frozen batch norms (`FrozenBatchNorm2d` of torchvision, detectron2, DETR, …) as they are,
+            with a warning. "convert" makes them trainable: their constants become the weight, the bias and the trained
+            running statistics, which are the first memory. Create the optimizer afterwards.
         options: for "two_way": `decay`, `strength`, `warmup`, `center`, `sync`; for "mbn": `memory_size`, `decay`,
             `strength`, `prior_weight`, `prior_from_init`, `sync`; for others, see their page in `docs/norms/`.
     """
-    check_module(model, "convert")
-    _refuse_wrapped(model, "convert")
-    if not (isinstance(norm, str) or callable(norm)):
-        raise OptionError(f"convert: norm must be a name or a function (num_features, **options); got {norm!r}")
-    entry = norms.get(norm) if isinstance(norm, str) else None
-    build = _from_factory(norm) if callable(norm) else norms.get(norm).replace
-    reason = entry.refuse(model) if entry and entry.refuse else None
-    if reason:
-        raise OptionError(f"convert: norm {norm!r} cannot be put into {type(model).__name__}: {reason}")
-    wanted = {
+    entry = _checked_entry(model, norm, frozen)
+    found = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) or _is_similar(layer)
     }
-    reasons = {name: _reason_to_skip(layer) for name, layer in wanted.items()}
+    left_out = selection.left_out(model, found, include, exclude) if found else {}
+    wanted = {name: layer for name, layer in found.items() if name not in left_out}
+    reasons = {name: _reason_to_skip(layer, frozen) for name, layer in wanted.items()}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     if len(skipped) == len(wanted):
-        raise NothingToConvert(_nothing_to_convert(model, skipped))
-    _check_options(norm, entry.replace if entry else norm, options)
-    new = {layer: build(_original(layer, norm), **options) for name, layer in wanted.items() if name not in skipped}
-    for replacement in new.values():
-        if not isinstance(replacement, nn.Module):
-            raise DTypeError(f"convert: {_described(norm)} must return a torch.nn.Module; it returned {replacement!r}")
-    _undo_surgery(model)
+        raise NothingToConvert(_nothing_to_convert(model, skipped, left_out))
+    new = _replacements([layer for name, layer in wanted.items() if name not in skipped], norm, entry, options)
+    undo_surgery(model)
     unkeep_local(model)
     if skipped:
         warn(f"convert skipped: {_listing(skipped)}")
     converted = replace_modules(model, new)
+    kept = {found[name]: reason for name, reason in left_out.items()}
+    selection.mark(converted, kept)
     keep_local(converted)
     unwatch_saving(converted)
-    if converted not in new.values() and any(isinstance(layer, Recording) for layer in new.values()):
+    if converted not in new.values() and any(isinstance(layer, Recording) for layer in converted.modules()):
         watch_saving(converted)
+    for other in _norms_of(kept):
+        if other is not entry and other.settle and other.surgery:
+            other.surgery(converted, {})
     if entry and entry.surgery:
         entry.surgery(converted, options)
     return converted
 
 
-def to_batchnorm(model: nn.Module) -> nn.Module:
-    """Replace every memorized layer of `model` in place by the batch norm that computes the same in eval mode, and
-    return the model. The same holds for other norms that are batch norm in eval mode, such as "brn" or "ghost".
+def _checked_entry(model: nn.Module, norm: Any, frozen: Any) -> norms.Norm | None:
+    """Check the arguments of `convert`. Return the registry entry of the norm, or None for a factory."""
+    check_module(model, "convert")
+    refuse_wrapped(model, "convert")
+    if not (isinstance(norm, str) or callable(norm)):
+        raise OptionError(f"convert: norm must be a name or a function (num_features, **options); got {norm!r}")
+    if frozen not in ("keep", "convert"):
+        raise OptionError(f"convert: frozen must be 'keep' or 'convert'; got {frozen!r}")
+    entry = norms.get(norm) if isinstance(norm, str) else None
+    reason = entry.refuse(model) if entry and entry.refuse else None
+    if reason:
+        raise OptionError(f"convert: norm {norm!r} cannot be put into {type(model).__name__}: {reason}")
+    return entry
 
-    The result has torch's own classes (or timm's) and does not need memnorm. In a half-precision model the statistics
-    are rounded to its dtype, as those of batch norm are. To continue training the original, convert a copy:
-    `to_batchnorm(deepcopy(model))`. Double-Forward and `memnorm.center` are removed.
-    """
-    check_module(model, "to_batchnorm")
-    _refuse_wrapped(model, "to_batchnorm")
-    layers = [layer for layer in model.modules() if isinstance(layer, (MemorizedBatchNorm, RunningNorm))]
-    if not layers:
-        raise NothingToConvert(f"to_batchnorm: {type(model).__name__} has no memorized layer")
-    for layer in layers:
-        if isinstance(layer, RunningNorm) and not layer.evaluates_as_batchnorm:
-            raise OptionError(
-                f"to_batchnorm: {type(layer).__name__} computes something else than batch norm in eval mode, so batch "
-                f"norm cannot replace it ({layer.extra_repr()})"
-            )
-    detach(model)
-    stop_exchange(model)
-    unkeep_local(model)
-    unwatch_saving(model)
-    _undo_surgery(model)
-    centering.remove(model)
-    return replace_modules(model, {layer: _original(layer, None) for layer in layers})
+
+def _replacements(
+    layers: Sequence[nn.Module], norm: Any, entry: norms.Norm | None, options: dict[str, Any]
+) -> dict[nn.Module, nn.Module]:
+    """The new layer for each of these."""
+    if entry and entry.refuse and any(map(is_frozen, layers)):  # `refuse` has not seen them
+        raise OptionError(
+            f"convert: norm {norm!r} cannot replace frozen layers at once. Make them batch norms first: "
+            f'convert(convert(model, "bn", frozen="convert"), {norm!r})'
+        )
+    _check_options(norm, entry.replace if entry else norm, options)
+    build = entry.replace if entry else _from_factory(norm)
+    new = {layer: build(original(layer, norm), **options) for layer in layers}
+    for replacement in new.values():
+        if not isinstance(replacement, nn.Module):
+            raise DTypeError(f"convert: {_described(norm)} must return a torch.nn.Module; it returned {replacement!r}")
+    return new
+
+
+def _norms_of(layers: Iterable[nn.Module]) -> list[norms.Norm]:
+    """The entries of the registry that these layers belong to."""
+    layers = list(layers)
+    names = {layer.norm for layer in layers if isinstance(layer, MemorizedBatchNorm)}
+    classes = [type(layer) for layer in layers if isinstance(layer, RunningNorm)]
+    entries = map(norms.get, norms.available())
+    return [one for one in entries if one.name in names or getattr(one.replace, "__self__", None) in classes]
 
 
 def _check_options(norm: Any, function: Any, options: dict[str, Any]) -> None:
@@ -136,23 +162,7 @@ def _described(norm: Any) -> str:
     return f"norm {norm!r}" if isinstance(norm, str) else f"{getattr(norm, '__qualname__', norm)}(num_features)"
 
 
-def _undo_surgery(model: nn.Module) -> None:
-    """Undo the changes of an earlier conversion besides the replaced norms."""
-    for norm in map(norms.get, norms.available()):
-        if norm.settle is not None:
-            norm.settle(model)
-
-
-def _original(layer: Any, norm: Any) -> Any:
-    """The layer that `norm` replaces: for a converted layer, the batch norm that computes the same in eval mode. A
-    layer of this norm itself is returned unchanged, because it keeps its memory.
-    """
-    if isinstance(layer, MemorizedBatchNorm):
-        return layer if layer.norm == norm else plain(layer)
-    return restored(layer) if isinstance(layer, RunningNorm) else layer
-
-
-def _reason_to_skip(layer: nn.Module) -> str | None:
+def _reason_to_skip(layer: nn.Module, frozen: str = "keep") -> str | None:
     """The reason not to replace a norm, or None if its replacement can do everything that it does."""
     if isinstance(layer, (MemorizedBatchNorm, RunningNorm)) or (
         has_activation(layer) and "forward" not in layer.__dict__
@@ -160,6 +170,8 @@ def _reason_to_skip(layer: nn.Module) -> str | None:
         return None
     if isinstance(layer, torch.jit.ScriptModule):
         return "scripted; convert before torch.jit.script"
+    if is_frozen(layer):
+        return reason_to_keep(layer) or (FROZEN if frozen == "keep" else None)
     if not isinstance(layer, _BatchNorm):
         return f"{type(layer).__name__} is not torch's batch norm: frozen statistics, or its own forward"
     if isinstance(layer, _LazyNormBase):
@@ -212,18 +224,11 @@ def _from_factory(factory: Callable[..., nn.Module]) -> Callable[..., nn.Module]
     return build
 
 
-def _refuse_wrapped(model: nn.Module, caller: str) -> None:
-    for module in model.modules():
-        name = type(module).__name__
-        if isinstance(module, DistributedDataParallel) or name == "FullyShardedDataParallel":
-            raise WrappedModelError(
-                f"{caller}: the model is wrapped in {name}, which has already registered its layers. Call "
-                f"memnorm.{caller} on the unwrapped model and wrap the result: {name}(memnorm.{caller}(model))."
-            )
-
-
-def _nothing_to_convert(model: nn.Module, skipped: dict[str, str]) -> str:
+def _nothing_to_convert(model: nn.Module, skipped: dict[str, str], left_out: dict[str, str]) -> str:
     name = type(model).__name__
+    if left_out:
+        others = f"; skipped: {_listing(skipped)}" if skipped else ""
+        return f"convert: include and exclude leave no batch norm of {name} to replace: {_listing(left_out)}{others}"
     if skipped:
         return f"convert: {name} has no batch norm that can be replaced; skipped: {_listing(skipped)}"
     kinds = sorted({type(module).__name__ for module in model.modules() if "Norm" in type(module).__name__})
@@ -231,10 +236,15 @@ def _nothing_to_convert(model: nn.Module, skipped: dict[str, str]) -> str:
     return f"convert: {name} has no batch norm; {found}. memnorm replaces torch.nn.BatchNorm1d/2d/3d and SyncBatchNorm."
 
 
-def _listing(skipped: dict[str, str], limit: int = 8) -> str:
-    lines = [f"{name or 'the model itself'} ({reason})" for name, reason in skipped.items()]
+def _listing(reasons: dict[str, str], limit: int = 8) -> str:
+    frozen = [name or "the model itself" for name, reason in reasons.items() if reason == FROZEN]
+    lines = [f"{name or 'the model itself'} ({reason})" for name, reason in reasons.items() if reason != FROZEN]
     more = f" and {len(lines) - limit} more (memnorm.summary lists them)" if len(lines) > limit else ""
-    return "; ".join(lines[:limit]) + more
+    lines = lines[:limit]
+    if frozen:
+        layers = f"{len(frozen)} frozen layers, such as" if len(frozen) > 1 else "1 frozen layer,"
+        lines.insert(0, f'{layers} {frozen[0]} (convert(model, frozen="convert") makes them trainable)')
+    return "; ".join(lines) + more
 
 
 @dataclass(frozen=True)
@@ -263,29 +273,34 @@ class Summary:
 
 
 def summary(model: nn.Module) -> Summary:
-    """List the norm layers of `model` with class, channels, mode and memory, or the reason why `convert` skips them."""
+    """List the norm layers of `model` with class, channels, mode and memory, or the reason why `convert` has left them
+    out or skips them.
+
+        print(memnorm.summary(memnorm.convert(model, exclude="head")))
+    """
     check_module(model, "summary")
     rows = []
     for name, module in model.named_modules():
         is_norm = isinstance(module, _BatchNorm) or _is_similar(module) or "Norm" in type(module).__name__
         if is_norm:
-            channels = next(
-                (
-                    getattr(module, n)
-                    for n in ("num_features", "num_channels")
-                    if isinstance(getattr(module, n, None), int)
-                ),
-                None,
-            )
             mode = "train" if module.training else "eval"
-            rows.append(NormLayer(name, type(module).__name__, channels, mode, _note(module)))
+            rows.append(NormLayer(name, type(module).__name__, _channels(module), mode, _note(module)))
     return Summary(tuple(rows))
+
+
+def _channels(module: nn.Module) -> int | None:
+    if is_frozen(module):
+        return len(module.get_buffer("running_mean"))
+    named = (getattr(module, name, None) for name in ("num_features", "num_channels"))
+    return next((one for one in named if isinstance(one, int)), None)
 
 
 def _note(layer: nn.Module) -> str:
     if isinstance(layer, (MemorizedBatchNorm, RunningNorm)):
         return layer.note()
     if isinstance(layer, _BatchNorm) or _is_similar(layer):
+        if selection.LEFT_OUT in vars(layer):
+            return f"left out: {vars(layer)[selection.LEFT_OUT]}"
         reason = _reason_to_skip(layer)
         return "plain, can be converted" if reason is None else f"skipped: {reason}"
     return "not a batch norm"

@@ -46,7 +46,7 @@ from memnorm.replay import (
     replay,
     switch,
 )
-from memnorm.schedule import starts_untrained, warn_of_constant_strength
+from memnorm.schedule import watch_strength
 from memnorm.stripped import check_kept
 from memnorm.updates import _counted_early, count_step_early
 
@@ -114,8 +114,8 @@ class DoubleForward:
         self._looks = 0  # training forwards, including those before a resumed checkpoint
         self._recorded_at_start = batches_recorded(model)
         self._names = list(named_recorders(model))
-        self._checks_strength = starts_untrained(model)
         self._claim_layers(model)
+        watch_strength(model)
         self._handles = [
             model.register_forward_pre_hook(Hook(self, "_before_forward"), prepend=True, with_kwargs=True),
             model.register_forward_hook(Hook(self, "_after_forward"), with_kwargs=True),
@@ -298,7 +298,6 @@ class DoubleForward:
                 self._after_backward(task)
         self._backwards.clear()  # the callback of a backward that raised never comes
         self._check_forwards()
-        self._check_strength()
         for batch in self._pending:
             if batch.status == Status.ACCUMULATED:
                 batch.advance(Status.STEPPED)
@@ -358,13 +357,6 @@ class DoubleForward:
                 "its optimizer. If the loop accumulates more batches than that, raise max_pending; if another "
                 "optimizer trains the model, pass that one; if training is over, call remove() on the handle."
             )
-
-    def _check_strength(self) -> None:
-        """Warn once, at the first step, if there is no schedule of the strength."""
-        model = self._model()
-        if self._checks_strength and model is not None:
-            self._checks_strength = False
-            warn_of_constant_strength(model)
 
     def _check_forwards(self) -> None:
         """Raise or warn if the optimizer steps without forwards of the model: nothing would be recorded."""

@@ -111,9 +111,6 @@ class Hook:
     def __call__(self, *args: Any) -> None:
         getattr(self.handle, self.method)(*args)
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Any:
-        return inert
-
     def __reduce__(self) -> Any:
         return _get_inert, ()
 

@@ -323,8 +323,6 @@ class Statistics:
     def restore(self) -> None:
         for layer, name, value in self._kept:
             layer.get_buffer(name).copy_(value)
-            if isinstance(layer, MemorizedBatchNorm):
-                layer._checked_strength = None
 
 
 class Adaptation:

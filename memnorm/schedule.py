@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memnorm.errors import DTypeError, NothingToRecord, OptionError, check_module, is_whole, warn
 from memnorm.layers import MemorizedBatchNorm, check_strength
 from memnorm.milestones import in_steps
-from memnorm.modules import is_real, modules_of
+from memnorm.modules import has_skipped, is_real, modules_of
 from memnorm.stripped import ADVICE, check_kept
 
 PAPER_VALUES = (0.1, 0.5, 0.9)
+FIRST_BATCHES = 64  # a layer that has recorded more by its first step has loaded a checkpoint
 
-
-_scheduled: weakref.WeakSet[MemorizedBatchNorm] = weakref.WeakSet()
+_scheduled: WeakSet[MemorizedBatchNorm] = WeakSet()
+# Layers before their first step: True if their statistics were trained, and their number of batches at the start.
+_unchecked: WeakKeyDictionary[MemorizedBatchNorm, tuple[bool, int]] = WeakKeyDictionary()
 
 
 class StrengthSchedule:
@@ -113,29 +119,40 @@ class StrengthSchedule:
             _scheduled.add(layer)
 
 
-def starts_untrained(model: nn.Module) -> bool:
-    """Return True if the model has layers of the paper's norm and all of them have their initial statistics."""
-    layers = _layers_of_the_paper(model)
-    means = [layer.running_mean for layer in layers]
-    return bool(layers) and all(map(is_real, means)) and not any(bool(mean.any()) for mean in means)
+def watch_strength(model: nn.Module) -> None:
+    """Warn at the first optimizer step if the paper's layers of `model` have a constant strength: no schedule, and more
+    than the strength that the schedule starts with. A model with trained statistics gets no warning.
+    """
+    _install_hook()
+    for layer in (one for one in model.modules() if isinstance(one, MemorizedBatchNorm)):
+        if layer.norm == MemorizedBatchNorm.norm and layer not in _unchecked and is_real(layer.running_mean):
+            _unchecked[layer] = bool(layer.running_mean.any()), int(layer.num_batches_tracked)
 
 
-def warn_of_constant_strength(model: nn.Module) -> None:
-    """Warn if a layer of the paper's norm has a larger strength than the schedule starts with, and no schedule."""
-    for layer in _layers_of_the_paper(model):
-        if layer not in _scheduled and float(layer.strength) > PAPER_VALUES[0]:
-            warn(
-                f"double_forward: the strength of the memory is constant ({float(layer.strength):g}) in a model that "
-                "was not pretrained. In our runs a constant 0.5 had far more error than a strength that starts small. "
-                "Add schedule = memnorm.StrengthSchedule(model, total_steps), and schedule.step() after "
-                f"optimizer.step(); or convert with strength={PAPER_VALUES[0]}."
-            )
-            return
+@functools.cache
+def _install_hook() -> None:
+    register_optimizer_step_post_hook(_after_step)
 
 
-def _layers_of_the_paper(model: nn.Module) -> list[MemorizedBatchNorm]:
-    modules = (one for one in model.modules() if isinstance(one, MemorizedBatchNorm))
-    return [one for one in modules if one.norm == MemorizedBatchNorm.norm and one.running_mean is not None]
+@_disable_dynamo
+def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Check the layers that this optimizer trains and that have recorded their first batches."""
+    if not _unchecked or has_skipped(optimizer):
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained_here = [one for one in _unchecked if any(id(parameter) in held for parameter in one._parameters.values())]
+    recorded = {layer: int(layer.num_batches_tracked) - _unchecked[layer][1] for layer in trained_here}
+    layers = [layer for layer, batches in recorded.items() if batches > 0]
+    trained = [_unchecked.pop(layer)[0] or recorded[layer] > FIRST_BATCHES for layer in layers]
+    constant = [float(one.strength) for one in layers if one not in _scheduled]
+    if any(trained) or max(constant, default=0.0) <= PAPER_VALUES[0]:
+        return
+    warn(
+        f"the strength of the memory is constant ({max(constant):g}) in a model that was not pretrained. In our runs a "
+        "constant 0.5 had far more error than a strength that starts small. Add schedule = "
+        "memnorm.StrengthSchedule(model, total_steps), and schedule.step() after optimizer.step(); or convert with "
+        f"strength={PAPER_VALUES[0]}."
+    )
 
 
 def _as_list(values: Any, name: str) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from memnorm.errors import NothingToRecord, warn
+from memnorm.selection import LEFT_OUT
 
 ADVICE = (
     "If SyncBatchNorm.convert_sync_batchnorm was called after memnorm.convert, it has replaced the memorized layers: "
@@ -51,8 +52,8 @@ def report_stripped(model: nn.Module, _prefix: str, _keep_vars: bool) -> None:
 
 
 def _was_skipped(layer: Any) -> bool:
-    """Return True if the layer has its own forward, so that `convert` has skipped it."""
-    return "forward" in layer.__dict__
+    """Return True if the layer has its own forward or was excluded, so that `convert` has left it as it was."""
+    return "forward" in layer.__dict__ or LEFT_OUT in layer.__dict__
 
 
 def _listing(names: list[str], limit: int = 3) -> str:

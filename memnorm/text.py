@@ -10,11 +10,6 @@ def suggestion(near: Sequence[str]) -> str:
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
-def capital(words: str) -> str:
-    """The words with a capital first letter; `str.capitalize` would also lower the other letters."""
-    return f"{words[:1].upper()}{words[1:]}"
-
-
 def visible(text: str) -> str:
     """The text with control characters escaped: those of a file's content must not reach the terminal."""
     return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)

@@ -11,11 +11,13 @@ from study.tables import STUCK, Values
 
 BLUE, ORANGE = "#0a7ac2", "#c8500a"
 COLOURS = {"BN": "#8a8f98", "MBN-2": ORANGE, "GROUP": BLUE, "MABN": "#00906a"}
+COLOURS |= {"two-way": "#8e44c9", "BN, centred gradients": "#a88b00"}
 STYLE = (
     "text{fill:#444}.axis{stroke:#999;stroke-width:.5}"
     "@media(prefers-color-scheme:dark){text{fill:#ccc}.axis{stroke:#777}}"
 )
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 600, 320, 40, 80, 20, 275
+RIGHT_OF_MEANS = 165  # its names are longer
 Curve = Mapping[int, float]  # errors of one seed, by iteration or batch size
 
 
@@ -29,11 +31,22 @@ def figures(values: Values) -> dict[str, str]:
     arms = STUDIES["headline-resnet56"].arms
     made["headline-resnet56.svg"] = lines({arm.label: values.curves(arm) for arm in arms}, "iteration")
     name, sizes = "tiny-batch-resnet8", {}
-    for label in COLOURS:
-        found = {size: values.errors_of(name, f"{label}/{size}") for size in STUDIES[name].sizes}
+    for label, found in errors_by_size(values, name).items():
         sizes[label] = [{size: errors[seed] for size, errors in found.items()} for seed in found[2]]
     made[f"{name}-sizes.svg"] = lines(sizes, "batch size")
+    if "micro-batches" in STUDIES:
+        made["micro-batches.svg"] = means(errors_by_size(values, "micro-batches"))
     return made
+
+
+def errors_by_size(values: Values, name: str) -> dict[str, dict[int, dict[int, float]]]:
+    """Errors by arm, batch size and seed, of the runs that there are; a diverged run has 100."""
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for arm in STUDIES[name].arms:
+        diverged = {run["spec"].get("seed", 0): 100.0 for run in values.runs(arm) if run["status"] == "diverged"}
+        if errors := diverged | values.errors_of(name, arm.key):
+            found.setdefault(arm.label, {})[arm.spec.batch_size] = errors
+    return found
 
 
 def dots(arms: Mapping[str, Sequence[float]]) -> str:
@@ -64,36 +77,89 @@ def dots(arms: Mapping[str, Sequence[float]]) -> str:
 def lines(arms: Mapping[str, Sequence[Curve]], title: str) -> str:
     """One line per seed in the colour of its arm; the names stand at the ends, spread so that they can be read."""
     every = [point for curves in arms.values() for curve in curves for point in curve.items()]
-    low, high, step = axis([y for _, y in every])
-    scale = math.log2 if title == "batch size" else float
-    xs = sorted({x for x, _ in every})
-    first, last = (scale(xs[0]) if scale is math.log2 else 0.0), scale(xs[-1])
-
-    def at(point: tuple[int, float]) -> tuple[float, float]:
-        x = LEFT + (scale(point[0]) - first) / (last - first) * (WIDTH - LEFT - RIGHT)
-        return x, BOTTOM - (point[1] - low) / (high - low) * (BOTTOM - TOP)
-
-    parts = []
-    for n in range(round((high - low) / step) + 1):
-        y = at((xs[-1], low + n * step))[1]
-        parts += [
-            f'<path class="axis" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>',
-            text(LEFT - 8, y + 4, f"{low + n * step:g}", "end"),
-        ]
-    shown = xs if scale is math.log2 else xs[len(xs) // 5 - 1 :: len(xs) // 5]
-    parts += [text(at((x, low))[0], BOTTOM + 20, f"{x:,}") for x in shown]
-    ends = {}
+    frame = Frame([x for x, _ in every], [y for _, y in every], by_size=title == "batch size")
+    parts, last = frame.axes(), frame.xs[-1]
     for arm, curves in arms.items():
-        for curve in curves:
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, sorted(curve.items())))
-            parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[arm]}" stroke-width="1.5"/>')
-        ends[arm] = at((xs[-1], Sample([curve[xs[-1]] for curve in curves]).mean))[1] + 4
-    below = 0.0
-    for arm, y in sorted(ends.items(), key=lambda item: item[1]):
-        below = max(y, below + 15)
-        parts.append(text(WIDTH - RIGHT + 8, below, arm, "start", COLOURS[arm]))
+        parts += [polyline([frame.at(*point) for point in sorted(curve.items())], COLOURS[arm]) for curve in curves]
+    parts += names({arm: frame.at(last, Sample([c[last] for c in curves]).mean)[1] for arm, curves in arms.items()})
     parts.append(text(WIDTH - RIGHT, BOTTOM + 40, f"{title}; test error in %, a line per seed", "end"))
     return svg(f"Test error by {title}, a line per seed", HEIGHT, parts)
+
+
+def means(arms: Mapping[str, Mapping[int, Mapping[int, float]]]) -> str:
+    """Errors by arm, micro-batch size and seed: a line through the means, a bar from the least to the largest seed, and
+    BN at 32 as a dashed line. Seeds that did not train are left out and named below the figure.
+    """
+    trained = {
+        arm: {size: found for size, seeds in sizes.items() if (found := [y for y in seeds.values() if y < STUCK])}
+        for arm, sizes in arms.items()
+    }
+    every = [(size, y) for sizes in trained.values() for size, ys in sizes.items() for y in ys]
+    frame = Frame(
+        [1, 32, *(size for size, _ in every)], [y for _, y in every] or [0, 100], by_size=True, right=RIGHT_OF_MEANS
+    )
+    parts, ends = frame.axes(), {}
+    for arm, sizes in trained.items():
+        if not sizes:
+            continue
+        points = {size: frame.at(size, Sample(ys).mean) for size, ys in sorted(sizes.items())}
+        pairs = [[points[size], points[2 * size]] for size in points if 2 * size in points]  # no line over a gap
+        parts += [polyline(pair, COLOURS[arm], 3 if arm == "two-way" else 1.5) for pair in pairs]
+        for size, (x, y) in points.items():
+            top, bottom = (frame.at(size, extreme(sizes[size]))[1] for extreme in (max, min))
+            parts.append(f'<path d="M{x:.1f} {top:.1f}V{bottom:.1f}" stroke="{COLOURS[arm]}" stroke-width="1.5"/>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{COLOURS[arm]}"/>')
+        ends[arm] = points[max(points)][1]
+    caption = "micro-batch size; test error in %, mean and range of seeds"
+    if joint := trained.get("BN", {}).get(32):
+        level = frame.at(32, Sample(joint).mean)[1]
+        path = f"M{LEFT} {level:.1f}H{WIDTH - frame.right}"
+        parts.append(f'<path d="{path}" stroke="{COLOURS["BN"]}" stroke-dasharray="5 4"/>')
+        caption += "; dashed: BN at 32"
+    parts += names(ends, frame.right)
+    parts.append(text(LEFT, BOTTOM + 40, caption, "start"))
+    stuck = [f"{arm} at {size}" for arm in arms for size, ys in arms[arm].items() if max(ys.values()) >= STUCK]
+    if stuck:
+        parts.append(text(LEFT, BOTTOM + 60, f"seeds that did not train are left out: {'; '.join(stuck)}", "start"))
+    return svg("Test error by micro-batch size", HEIGHT + 20 * bool(stuck), parts)
+
+
+class Frame:
+    """The axes of a figure of lines, and where a point lies in it."""
+
+    def __init__(self, xs: Sequence[int], ys: Sequence[float], *, by_size: bool, right: int = RIGHT) -> None:
+        self.low, self.high, self.step = axis(ys)
+        self.by_size, self.right, self.xs = by_size, right, sorted(set(xs))
+
+    def at(self, x: int, y: float) -> tuple[float, float]:
+        scale = math.log2 if self.by_size else float
+        first, last = (scale(self.xs[0]) if self.by_size else 0.0), scale(self.xs[-1])
+        across = (scale(x) - first) / (last - first) * (WIDTH - LEFT - self.right)
+        return LEFT + across, BOTTOM - (y - self.low) / (self.high - self.low) * (BOTTOM - TOP)
+
+    def axes(self) -> list[str]:
+        parts = []
+        for n in range(round((self.high - self.low) / self.step) + 1):
+            value = self.low + n * self.step
+            y = self.at(self.xs[-1], value)[1]
+            parts.append(f'<path class="axis" d="M{LEFT} {y:.1f}H{WIDTH - self.right}"/>')
+            parts.append(text(LEFT - 8, y + 4, f"{value:g}", "end"))
+        shown = self.xs if self.by_size else self.xs[len(self.xs) // 5 - 1 :: len(self.xs) // 5]
+        return parts + [text(self.at(x, self.low)[0], BOTTOM + 20, f"{x:,}") for x in shown]
+
+
+def polyline(points: Sequence[tuple[float, float]], colour: str, width: float = 1.5) -> str:
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>'
+
+
+def names(ends: Mapping[str, float], right: int = RIGHT) -> list[str]:
+    """The names of the arms at the ends of their lines, at least 15 pixels apart."""
+    parts, below = [], 0.0
+    for arm, y in sorted(ends.items(), key=lambda item: item[1]):
+        below = max(y + 4, below + 15)
+        parts.append(text(WIDTH - right + 8, below, arm, "start", COLOURS[arm]))
+    return parts
 
 
 def axis(values: Sequence[float]) -> tuple[float, float, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ from memnorm.lab.console import watching
 from memnorm.lab.disk import append_line
 from memnorm.lab.errors import UsageError
 from memnorm.lab.grid import run_all
-from memnorm.lab.listen import GridListener, Outcome, Together
+from memnorm.lab.listen import Listener, Outcome, relay
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
+from study.networks import RUNS
 from study.studies import STUDIES
 
 RESULTS = Path(__file__).parent / "results"
@@ -36,7 +39,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-class Recorder(GridListener):
+class Recorder(Listener):
     """Adds a line to the study's file when a run ends."""
 
     def __init__(self, name: str, store: Store) -> None:
@@ -59,10 +62,11 @@ class Recorder(GridListener):
         append_line(self.path, json.dumps(record, ensure_ascii=False))
 
 
-def missing(name: str) -> list[RunSpec]:
-    """The runs of a study that can be made now and have no record."""
+def missing(name: str, failed: Collection[str] = ()) -> list[RunSpec]:
+    """The runs of a study that can be made now, have no record and have not `failed` (digests)."""
     records = load()
-    return [spec for spec in STUDIES[name].specs(records) if spec.digest not in records]
+    specs = STUDIES[name].specs(records, failed)
+    return [spec for spec in specs if spec.digest not in records and spec.digest not in failed]
 
 
 def main() -> None:
@@ -72,17 +76,19 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder for checkpoints")
     parser.add_argument("--data-root", type=Path, default=None)
     arguments = parser.parse_args()
-    store, tried = Store(arguments.runs), set[str]()
-    while specs := [spec for spec in missing(arguments.study) if spec.digest not in tried]:  # trials first, then runs
-        print(f"{arguments.study}: {len(specs)} runs are left", flush=True)
+    study, store, tried = STUDIES[arguments.study], Store(arguments.runs), set[str]()
+    os.environ[RUNS] = str(arguments.runs.resolve())
+    while specs := missing(arguments.study, tried):  # trials first, then runs
+        print(f"{arguments.study}: {len(specs)} runs can be made now", flush=True)
         with watching(len(specs)) as listener:
             run_all(
                 specs,
                 store,
-                execution=Execution(threads=1, channels_last=True, workers=0),
+                execution=Execution(threads=1, channels_last=True, workers=0, keep_weights=bool(study.before)),
                 data_root=arguments.data_root,
                 jobs=arguments.jobs,
-                listener=Together(listener, Recorder(arguments.study, store)),
+                listener=relay(listener, Recorder(arguments.study, store)),
+                make=study.make,
             )
         tried |= {spec.digest for spec in specs}
     left = len(missing(arguments.study))

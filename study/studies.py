@@ -5,11 +5,15 @@ A list is committed before its first run and is not changed afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from memnorm.lab import runner
 from memnorm.lab.spec import RunSpec, arm_name
+from study import brain
+from study.probe import probe
 
 Records = Mapping[str, Mapping[str, Any]]  # finished runs by digest
 RATES = (0.1, 0.03, 0.01)
@@ -29,10 +33,25 @@ class Arm:
     rates: tuple[float, ...] = ()  # learning rates to choose from; empty: the one of `spec`
     tried_at: tuple[int, int] | None = None  # micro-batch and micro-batches per update of the trials; None: of `spec`
     printed: float | None = None  # test error in the paper, for the same model and protocol
+    setting: str = ""  # arms are compared within a setting; empty: with those of the same batch size
+    error: str = "test_error"  # what is compared; the other is "test_error_recalibrated"
+
+    @property
+    def place(self) -> str:
+        """Where the arm is compared with others: its setting or its batch size."""
+        return self.setting or str(self.spec.batch_size)
+
+    @property
+    def key(self) -> str:
+        """The name of the arm in markers of pages: MBN-2/4."""
+        return f"{self.label}/{self.place}"
 
     def trials(self) -> list[RunSpec]:
         """The short runs on held-out training images that choose the learning rate."""
-        short = self.spec.but(iterations=self.spec.iterations // 4, evaluations=1, recalibrate=0, holdout=HELD_OUT)
+        recalibrate = 0 if self.error == "test_error" else self.spec.recalibrate
+        short = self.spec.but(
+            iterations=self.spec.iterations // 4, evaluations=1, recalibrate=recalibrate, holdout=HELD_OUT
+        )
         if self.tried_at is not None:
             size, accumulate = self.tried_at
             iterations = self.spec.iterations * self.spec.images_per_step // (4 * size * accumulate)
@@ -49,7 +68,8 @@ class Arm:
         found = [records.get(trial.digest) for trial in self.trials()]
         if None in found:
             return None
-        errors = [one["final"]["test_error"] if one and one["final"] else 101.0 for one in found]
+        finals = [(one and one["final"]) or {} for one in found]
+        errors = [101.0 if final.get(self.error) is None else final[self.error] for final in finals]
         best = [rate for rate, error in zip(self.rates, errors, strict=True) if error == min(errors)]
         return min(self.rates) if min(errors) > 100 else max(best)
 
@@ -65,18 +85,25 @@ class Study:
 
     arms: Sequence[Arm]
     baseline: str = "BN"
+    before: Sequence[RunSpec] = ()  # runs whose weights the others start from
+    make: Callable[..., dict[str, Any]] = runner.run  # makes one run
 
-    def specs(self, records: Records) -> list[RunSpec]:
-        """Trials, and once these are done every arm seed by seed: an unfinished study has pairs to compare."""
-        found = [trial for arm in self.arms for trial in arm.trials()]
-        runs = [arm.runs(records) for arm in self.arms]
-        if all(runs):
-            found += [some[seed] for seed in range(max(map(len, runs))) for some in runs if seed < len(some)]
+    def specs(self, records: Records, failed: Collection[str] = ()) -> list[RunSpec]:
+        """What can be run now: first what the others start from, then the trials, then every arm seed by seed, so that
+        an unfinished study has pairs to compare. An arm with a trial that has `failed` (digests) is left out.
+        """
+        found = list(self.before)
+        if all(spec.digest in records for spec in found):
+            trials = [trial for arm in self.arms for trial in arm.trials()]
+            found += trials
+            if all(trial.digest in records or trial.digest in failed for trial in trials):
+                runs = [arm.runs(records) for arm in self.arms]
+                found += [some[seed] for seed in range(max(map(len, runs))) for some in runs if seed < len(some)]
         return list({spec.digest: spec for spec in found}.values())
 
     @property
-    def sizes(self) -> list[int]:
-        return sorted({arm.spec.batch_size for arm in self.arms})
+    def places(self) -> list[str]:
+        return list(dict.fromkeys(arm.place for arm in self.arms))
 
 
 def arm(base: RunSpec, norm: str, scheme: str = "single", seeds: int = 1, label: str = "", **changes: Any) -> Arm:
@@ -158,14 +185,16 @@ def rivals(base: RunSpec, chosen: dict[str, Any], seeds: int) -> list[Arm]:
 
 
 def micro_batches(chosen: dict[str, Any]) -> list[Arm]:
-    """Micro-batches of 1 to 32 images at 32 images per update. Learning rates are chosen at micro-batches of 2."""
+    """Micro-batches of 1 to 32 images at 32 images per update. Learning rates are chosen at micro-batches of 2. Runs at
+    2 and 32, which the expectation is about, come first.
+    """
     base = RunSpec(model="resnet8", iterations=5_000, evaluations=5, recalibrate=10_000, batch_size=32)
     arms = [
         *rivals(base, chosen, seeds=3),
         Arm("BN, centred gradients", base.but(norm="bn", model="study.networks:resnet8_centred"), seeds=3),
         Arm("MBN-2", base.but(norm="mbn", scheme="double"), seeds=3),
     ]
-    sizes = (2, 4, 1, 8, 16, 32)
+    sizes = (2, 32, 4, 1, 8, 16)
     return [
         replace(one, spec=one.spec.but(batch_size=size, accumulate=32 // size), rates=RATES, tried_at=(2, 16))
         for size in sizes
@@ -176,15 +205,15 @@ def micro_batches(chosen: dict[str, Any]) -> list[Arm]:
 def micro_batches_resnet20(chosen: dict[str, Any]) -> list[Arm]:
     """Micro-batches of 2 at 32 images per update, and BN at 32."""
     base = RunSpec(model="resnet20", iterations=5_000, evaluations=5, recalibrate=10_000, batch_size=2, accumulate=16)
-    arms = [one for one in rivals(base, chosen, seeds=5) if one.label != "GROUP"]
-    arms.append(Arm("BN at 32", base.but(batch_size=32, accumulate=1), seeds=5))
-    return [replace(one, rates=RATES) for one in arms]
+    bn, two_way, _, mabn = rivals(base, chosen, seeds=5)
+    joint = Arm("BN at 32", base.but(batch_size=32, accumulate=1), seeds=5)
+    return [replace(one, rates=RATES, setting="2") for one in (bn, two_way, joint, mabn)]
 
 
 def resnet56(chosen: dict[str, Any]) -> list[Arm]:
     """BN and two-way memory in a deep network, at learning rate 0.1."""
     base = RunSpec(model="resnet56", iterations=5_000, evaluations=5, recalibrate=10_000, batch_size=2, accumulate=16)
-    return [replace(one, seeds=2) for one in rivals(base, chosen, seeds=2)[:2]]
+    return rivals(base, chosen, seeds=2)[:2]
 
 
 def update_per_batch(chosen: dict[str, Any]) -> list[Arm]:
@@ -207,16 +236,93 @@ def few_classes(chosen: dict[str, Any]) -> list[Arm]:
     )
     arms = [*rivals(base, chosen, seeds=3)[:2], Arm("MBN-2", base.but(norm="mbn", scheme="double"), seeds=3)]
     return [
-        replace(one, label=f"{one.label}, {count} classes", spec=one.spec.but(classes_per_batch=count), rates=RATES)
-        for count in (1, 2)
+        replace(one, setting=setting, spec=one.spec.but(classes_per_batch=count), rates=RATES)
+        for setting, count in (("one class", 1), ("two classes", 2))
         for one in arms
     ]
+
+
+def fine_tuning(chosen: dict[str, Any]) -> list[Arm]:
+    """A pretrained ResNet-20 on all of CIFAR-10 and on a tenth of it, at batches of 2. `chosen` is for pretrained
+    networks. Where BN with recalibrated statistics chooses the same learning rate as BN, they are the same runs.
+    """
+    start = {"network": "resnet20", "run": PRETRAINING.name}
+    base = RunSpec(
+        model="study.networks:pretrained",
+        model_options=start,
+        batch_size=2,
+        iterations=10_000,
+        evaluations=5,
+        recalibrate=5_000,
+    )
+    options = {**chosen, "center": "gradients"}
+    arms = [
+        Arm("BN", base, seeds=5),
+        Arm("two-way", base.but(norm="two_way", norm_options=options), seeds=5),
+        Arm("frozen BN", base.but(model_options={**start, "frozen": True}, recalibrate=0), seeds=5),
+        Arm("BN, recalibrated", base, seeds=5, error="test_error_recalibrated"),
+    ]
+    return [
+        replace(one, setting=setting, spec=one.spec.but(train_images=images), rates=(0.01, 0.003, 0.001))
+        for setting, images in (("all images", None), ("10 % of them", 5_000))
+        for one in arms
+    ]
+
+
+def segmentation(chosen: dict[str, Any]) -> list[Arm]:
+    """A 3-D U-Net, one cube at a time, 8 of them per update; the seeds are folds."""
+    base = RunSpec(
+        model="study.brain:UNet", data=brain.DATA, batch_size=1, accumulate=8, iterations=1_000, evaluations=4
+    )
+    arms = [
+        Arm("BN", base, seeds=5),
+        Arm("two-way", base.but(norm="two_way", norm_options=chosen), seeds=5),
+        Arm("INSTANCE", base.but(norm="instance"), seeds=5),
+        Arm("GROUP", base.but(norm="group", norm_options={"num_groups": 4}), seeds=5),
+    ]
+    return [replace(one, rates=RATES) for one in arms]
+
+
+def parts(chosen: dict[str, Any]) -> list[Arm]:
+    """The parts of two-way memory at micro-batches of 2, with a probe every 500 updates. Both halves of the memory are
+    centred as chosen.
+    """
+    base = RunSpec(model="resnet8", iterations=5_000, evaluations=10, recalibrate=10_000, batch_size=2, accumulate=16)
+    both = base.but(norm="two_way", norm_options=chosen)
+    half = base.but(model="study.networks:resnet8_half")
+    arms = {
+        "BN": base,
+        "two-way": both,
+        "centring alone": base.but(
+            model="study.networks:resnet8_centred", model_options={"mode": chosen.get("center") or "weights"}
+        ),
+        "forward memory alone": half.but(model_options={**chosen, "half": "forward"}),
+        "backward memory alone": half.but(model_options={**chosen, "half": "backward"}),
+        "two-way, not centred": both.but(norm_options={**chosen, "center": None}),
+        "two-way, Double-Forward": both.but(scheme="double"),
+    }
+    return [Arm(label, spec, seeds=3, rates=RATES) for label, spec in arms.items()]
+
+
+def following(chosen: dict[str, Any], for_pretrained: dict[str, Any]) -> dict[str, Study]:
+    """The studies that follow `defaults`, in the order in which they are run, with the options that it has chosen."""
+    return {
+        "micro-batches": Study(micro_batches(chosen)),
+        "micro-batches-resnet20": Study(micro_batches_resnet20(chosen)),
+        "resnet56": Study(resnet56(chosen)),
+        "parts": Study(parts(chosen), make=partial(runner.run, probe=probe)),
+        "fine-tuning": Study(fine_tuning(for_pretrained), before=(PRETRAINING,)),
+        "update-per-batch": Study(update_per_batch(chosen)),
+        "segmentation": Study(segmentation(chosen), make=brain.run),
+        "few-classes": Study(few_classes(chosen)),
+    }
 
 
 SHORT = RunSpec(model="resnet20", batch_size=8, iterations=20_000, evaluations=10, recalibrate=10_000)
 PAPER = RunSpec(model="resnet56", batch_size=8, evaluations=20, recalibrate=10_000)
 LONG = RunSpec(model="resnet8", batch_size=8, evaluations=10, recalibrate=10_000)
 EQUAL_SAMPLES = LONG.but(iterations=20_000, scaling="linear", base_batch_size=8)
+PRETRAINING = RunSpec(model="resnet20", data="cifar100", batch_size=128, iterations=8_000, evaluations=4)
 DIGITS = RunSpec(
     model="small", data="digits", batch_size=4, iterations=600, scaling="linear", base_batch_size=4, evaluations=5
 )

@@ -1,12 +1,12 @@
 """The tables and single numbers of the pages, from the records: a method of `Values` per marker.
 
-Arms are compared over the seeds that both have. `MBN-2/4` is the arm MBN-2 at batch size 4; `recalibrated MBN-2` and
-`training MBN-2` are the same runs by another error.
+Arms are compared over the seeds that both have, in the same setting: `MBN-2/4` is the arm MBN-2 at batch size 4.
+`recalibrated MBN-2` and `training MBN-2` are the same runs by another error. Runs that are missing leave gaps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from memnorm.lab.bench.clock import geometric_mean
@@ -51,26 +51,24 @@ class Values:
 
     def arms(self, name: str) -> str:
         """Every arm of a study, compared with its baseline."""
-        study, several = STUDIES[name], len(STUDIES[name].sizes) > 1
+        study, several = STUDIES[name], len(STUDIES[name].places) > 1
         paper = any(arm.printed for arm in study.arms)
-        head = ["arm", *(["batch"] if several else []), "learning rate", "test error in %", f"minus {study.baseline}"]
+        place = "setting" if any(arm.setting for arm in study.arms) else "batch"
+        head = ["arm", *([place] if several else []), "learning rate", "test error in %", f"minus {study.baseline}"]
         head += ["p after Holm", "recalibrated", "change", "failed", *(["paper"] if paper else [])]
         corrected = self._corrected(name)
         rows = []
         for arm in study.arms:
-            key, runs = f"{arm.label}/{arm.spec.batch_size}", self.runs(arm)
-            gap = (
-                None if arm.label == study.baseline else self._gap(name, key, f"{study.baseline}/{arm.spec.batch_size}")
-            )
-            rate = arm.spec.but(learning_rate=arm.rate(self._records)).base_learning_rate
+            key, runs = arm.key, self.runs(arm)
             failed = sum(run["final"] is None or run["final"]["test_error"] >= STUCK for run in runs)
             again = self.error(name, f"recalibrated {key}")
             old = sum(run.get("recalibrated_with") == "memory" for run in runs)
             mark = "" if not old else " †" if old == len(runs) else f" † in {old} of {len(runs)}"
             rows.append(
                 [
-                    *[arm.label, *([str(arm.spec.batch_size)] if several else []), f"{rate:g}"],
-                    *[self.error(name, key), _text(gap), p_text(corrected[key]) if key in corrected else "–"],
+                    *[arm.label, *([arm.place] if several else []), self._rate(arm)],
+                    *[self.error(name, key), _text(self._against(name, arm))],
+                    *[p_text(corrected[key]) if key in corrected else "–"],
                     *[f"{again}{mark}", _text(self._gap(name, f"recalibrated {key}", key))],
                     *[f"{failed} of {len(runs)}", *([f"{arm.printed:.2f}"] if paper else [])],
                 ]
@@ -112,13 +110,53 @@ class Values:
 
     def rates(self, name: str) -> str:
         """Held-out errors that chose the learning rates; the chosen one is bold."""
-        rows = []
-        for arm in (one for one in STUDIES[name].arms if one.rates):
-            errors = [self._records[trial.digest]["final"]["test_error"] for trial in arm.trials()]
+        tried = {
+            tuple(trial.digest for trial in arm.trials()): arm for arm in reversed(STUDIES[name].arms) if arm.rates
+        }
+        several, rows = len({arm.setting for arm in tried.values()}) > 1, []
+        for digests, arm in reversed(tried.items()):
+            finals = [(self._records.get(digest) or {}).get("final") or {} for digest in digests]
+            texts = ["–" if final.get(arm.error) is None else f"{final[arm.error]:.2f}" for final in finals]
             bold = [rate == arm.rate(self._records) for rate in arm.rates]
-            cells = [f"**{one:.2f}**" if chosen else f"{one:.2f}" for one, chosen in zip(errors, bold, strict=True)]
-            rows.append([arm.label, *cells])
-        return markdown(["held-out error in %", *(f"{rate:g}" for rate in STUDIES[name].arms[-2].rates)], rows)
+            cells = [f"**{one}**" if chosen else one for one, chosen in zip(texts, bold, strict=True)]
+            rows.append([arm.label, *([arm.setting] if several else []), *cells])
+        rates = next(iter(tried.values())).rates
+        return markdown(
+            ["held-out error in %", *(["setting"] if several else []), *(f"{rate:g}" for rate in rates)], rows
+        )
+
+    def probes(self, name: str) -> str:
+        """What the probes of a study measured: means over the probes of a run, then over seeds; the drift before the
+        first milestone.
+        """
+        head = ["arm", "learning rate", "cosine to the joint gradient", "drift per update in % of σ"]
+        head += ["norm of the weights at the end"]
+        rows = []
+        for arm in STUDIES[name].arms:
+            curves = [run["curve"] for run in self.runs(arm) if run["status"] == "finished"]
+            first = in_steps(arm.spec.milestones[0], arm.spec.iterations)
+            early = [[line for line in curve if line["iteration"] <= first] for curve in curves]
+            found = [
+                [_mean(line["probe_cosine"] for line in curve) for curve in curves],
+                [_mean(100 * line["probe_drift"] for line in curve) for curve in early],
+                [curve[-1]["probe_norm"] for curve in curves],
+            ]
+            rows.append([arm.label, self._rate(arm), *(_sample(one) for one in found)])
+        return markdown(head, rows)
+
+    def dice(self, name: str) -> str:
+        """The Dice of grey and white matter, and what is missing of their mean compared with the baseline."""
+        study, corrected = STUDIES[name], self._corrected(name)
+        head = ["arm", "learning rate", "Dice of grey matter in %", "of white matter", "100 − mean Dice"]
+        head += [f"minus {study.baseline}", "p after Holm"]
+        rows = []
+        for arm in study.arms:
+            dice = [_sample(self._errors(arm, f"dice_{tissue}").values()) for tissue in ("grey", "white")]
+            p = p_text(corrected[arm.key]) if arm.key in corrected else "–"
+            rows.append(
+                [arm.label, self._rate(arm), *dice, self.error(name, arm.key), _text(self._against(name, arm)), p]
+            )
+        return markdown(head, rows)
 
     def origin(self) -> str:
         """Where the runs of each study were made."""
@@ -171,8 +209,7 @@ class Values:
 
     def error(self, name: str, arm: str) -> str:
         """34.97 ± 1.30 (n = 5)."""
-        values = list(self.errors_of(name, arm).values())
-        return Sample(values).text if values else "–"
+        return _sample(self.errors_of(name, arm).values())
 
     def gap(self, name: str, first: str, second: str) -> str:
         """−1.55 (−3.35 to 0.26, p = 0.076, n = 5)."""
@@ -193,7 +230,7 @@ class Values:
 
     def holm(self, name: str, arm: str) -> str:
         """The p-value of an arm against its baseline, corrected for all comparisons of the study."""
-        return p_text(self._corrected(name)[arm if "/" in arm else f"{arm}/{STUDIES[name].sizes[0]}"])
+        return p_text(self._corrected(name)[arm if "/" in arm else f"{arm}/{STUDIES[name].places[0]}"])
 
     def found(self, kind: str) -> str:
         """How many comparisons of MBN-2 with BN are significantly `less`, `more`, `open` or have `one` seed."""
@@ -254,11 +291,14 @@ class Values:
     # from records to errors
 
     def _arm(self, name: str, key: str) -> Arm:
-        label, _, size = key.partition("/")
-        arms = [arm for arm in STUDIES[name].arms if arm.label == label and size in ("", str(arm.spec.batch_size))]
+        arms = [arm for arm in STUDIES[name].arms if key in (arm.label, arm.key)]
         if len(arms) != 1:
             raise SystemExit(f"{name} has {len(arms)} arms {key}; a marker needs one: LABEL or LABEL/BATCH")
         return arms[0]
+
+    def _rate(self, arm: Arm) -> str:
+        rate = arm.rate(self._records)
+        return "–" if rate is None else f"{arm.spec.but(learning_rate=rate).base_learning_rate:g}"
 
     def runs(self, arm: Arm) -> list[Mapping[str, Any]]:
         return [self._records[spec.digest] for spec in arm.runs(self._records) if spec.digest in self._records]
@@ -274,7 +314,8 @@ class Values:
 
     def errors_of(self, name: str, key: str) -> dict[int, float]:
         prefix = next(one for one in ERRORS if key.startswith(one))
-        return self._errors(self._arm(name, key.removeprefix(prefix)), ERRORS[prefix])
+        arm = self._arm(name, key.removeprefix(prefix))
+        return self._errors(arm, ERRORS[prefix] if prefix else arm.error)
 
     def curves(self, arm: Arm) -> list[dict[int, float]]:
         """Test error by iteration, one per seed."""
@@ -282,6 +323,11 @@ class Values:
 
     def _gap(self, name: str, first: str, second: str) -> Difference | None:
         return paired(self.errors_of(name, first), self.errors_of(name, second))
+
+    def _against(self, name: str, arm: Arm) -> Difference | None:
+        """The gap to the baseline in the same setting; None for the baseline itself."""
+        baseline = STUDIES[name].baseline
+        return None if arm.label == baseline else self._gap(name, arm.key, f"{baseline}/{arm.place}")
 
     def _lines(self, arm: Arm, step: int) -> dict[int, Mapping[str, Any]]:
         """The last evaluation of each run up to a step, by seed."""
@@ -304,9 +350,8 @@ class Values:
         """p-values against the baseline after Holm's correction. Arms with one seed are not tested."""
         study, found = STUDIES[name], {}
         for arm in (one for one in study.arms if one.label != study.baseline and one.seeds > 1):
-            key = f"{arm.label}/{arm.spec.batch_size}"
-            gap = self._gap(name, key, f"{study.baseline}/{arm.spec.batch_size}")
-            found[key] = 1.0 if gap is None or gap.p is None else gap.p  # planned and not run yet: counted
+            gap = self._against(name, arm)
+            found[arm.key] = 1.0 if gap is None or gap.p is None else gap.p  # planned and not run yet: counted
         return dict(zip(found, holm(list(found.values())), strict=True))
 
     def _against_bn(self, name: str, size: int) -> tuple[Difference, float | None]:
@@ -337,6 +382,16 @@ def _text(gap: Difference | None) -> str:
     if interval is None or gap.p is None:
         return f"{number(gap.mean)} (n = {gap.n})"
     return f"{number(gap.mean)} ({number(interval[0])} to {number(interval[1])}, {p_text(gap.p)})"
+
+
+def _sample(values: Iterable[float]) -> str:
+    """34.97 ± 1.30 (n = 5)."""
+    found = list(values)
+    return Sample(found).text if found else "–"
+
+
+def _mean(values: Iterable[float]) -> float:
+    return Sample(list(values)).mean
 
 
 def _with_n(gap: Difference | None) -> str:

@@ -1,4 +1,4 @@
-"""Run every test, the slow ones included, and write down that it happened: `make test-full`."""
+"""Run every test, including the slow ones, and record the result: `make test-full`."""
 
 from __future__ import annotations
 

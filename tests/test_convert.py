@@ -1,31 +1,23 @@
-"""What `convert` keeps, which layers it replaces, and which options it takes."""
+"""What `convert` keeps of a model, and the models that it takes."""
 
 import copy
-import pickle
 from operator import attrgetter
 
 import pytest
 import torch
-from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, assert_same_state, images, leaf, small_net
+from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, images, leaf, small_net
 from helpers.conversion import (
     VARIANTS,
-    BatchNormAct2d,
-    FrozenBatchNorm2d,
     assert_bitwise,
     evaluated,
-    memorized,
     trained,
     with_statistics,
 )
 from torch import nn
-from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 import memnorm
-from memnorm import MemnormWarning, MemorizedBatchNorm, norms
+from memnorm import MemorizedBatchNorm
 from memnorm.errors import InputError, NothingToConvert, OptionError, WrappedModelError
-
-# What is kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -223,60 +215,6 @@ def test_a_submodule_that_is_none_stays_none():
     assert model.downsample is None
 
 
-def test_without_options_layers_get_the_papers_defaults():
-    layer = memnorm.convert(small_net())[1]
-    assert (layer.memory_size, layer.decay, layer.strength.item()) == (20, 0.9, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("memory_size", 3),
-        ("memory_size", None),
-        ("decay", 0.5),
-        ("strength", 0.1),
-        ("prior_weight", 2.0),
-        ("prior_from_init", True),
-    ],
-)
-def test_an_option_reaches_every_layer(name, value):
-    layers = memorized(memnorm.convert(small_net(), **{name: value}))
-    assert [float(getattr(layer, name)) if name == "strength" else getattr(layer, name) for layer in layers] == [
-        value,
-        value,
-    ]
-
-
-BAD_OPTIONS = [
-    ({"memory": 3}, r"unknown option memory for norm 'mbn'; its options are memory_size, decay, strength"),
-    ({"momentum": 0.1, "eps": 1e-3}, r"unknown option eps, momentum for norm 'mbn'"),
-    ({"norm": "mbm"}, r"unknown norm 'mbm'; available: .*mbn"),
-    ({"memory_size": 0}, r"memory_size must be a positive number of batches, or None for all of them; got 0"),
-    ({"memory_size": 2.5}, r"memory_size must be a positive number of batches, .* got 2\.5"),
-    ({"decay": 0}, r"decay must lie in \(0, 1\]; got 0"),
-    ({"decay": 1.5}, r"decay must lie in \(0, 1\]; got 1\.5"),
-    ({"strength": -0.1}, r"strength must lie in \[0, 1\]; got -0\.1"),
-    ({"strength": "high"}, r"strength must lie in \[0, 1\]; got 'high'"),
-    ({"prior_weight": -1.0}, r"prior_weight must be zero or a positive number of batches; got -1\.0"),
-]
-
-
-@pytest.mark.parametrize("build", [nn.BatchNorm2d, memnorm.MemorizedBatchNorm2d], ids=["plain", "memorized"])
-@pytest.mark.parametrize(("options", "words"), BAD_OPTIONS, ids=lambda value: value if isinstance(value, str) else "")
-def test_wrong_options_are_errors(options, words, build):
-    with pytest.raises(OptionError, match=words):
-        memnorm.convert(small_net(build), **options)
-
-
-def test_a_wrong_option_does_not_change_the_model():
-    net = small_net()
-    before = list(net)
-    with pytest.raises(OptionError):
-        memnorm.convert(net, decay=2.0)
-    assert all(module is old for module, old in zip(net, before, strict=True))
-    assert "strength" not in net[1].state_dict()
-
-
 def test_a_wrong_option_does_not_change_the_hooks():
     model, called = nn.Sequential(nn.BatchNorm2d(3)), []
     register("load_state_dict pre", model[0], called)
@@ -286,142 +224,12 @@ def test_a_wrong_option_does_not_change_the_hooks():
     assert called == [nn.BatchNorm2d]
 
 
-@pytest.mark.parametrize("norm", [20, None], ids=str)
-def test_a_norm_that_is_neither_name_nor_function_is_an_error(norm):
-    with pytest.raises(OptionError, match="norm"):
-        memnorm.convert(small_net(), norm)
-
-
-def test_a_name_is_registered_once():
-    with pytest.raises(OptionError, match="there is already a norm 'mbn'"):
-        norms.register(norms.get("mbn"))
-
-
 def test_a_norm_that_is_also_kept_in_a_list_is_converted_there():
     model = nn.Sequential(nn.BatchNorm2d(3))
     model.norms = [model[0]]
     memnorm.convert(model)
     assert model.norms[0] is model[0]
     assert isinstance(model[0], MemorizedBatchNorm)
-
-
-# Factories, memorized layers, SyncBatchNorm, wrapped models
-
-
-def test_a_factory_builds_the_replacement_of_each_layer_with_the_options():
-    net = memnorm.convert(small_net(), lambda channels, groups: nn.GroupNorm(groups, channels), groups=2)
-    assert [type(net[i]) for i in (1, 4)] == [nn.GroupNorm] * 2
-    assert [(net[i].num_channels, net[i].num_groups) for i in (1, 4)] == [(6, 2), (4, 2)]
-
-
-def test_a_layer_from_a_factory_gets_the_statistics():
-    net = trained(small_net())
-    expected = evaluated(net, images(5, seed=9))
-    memnorm.convert(net, lambda channels: nn.BatchNorm2d(channels, momentum=0.01))
-    assert net[1].momentum == 0.01
-    assert_bitwise(evaluated(net, images(5, seed=9)), expected)
-
-
-def test_a_layer_from_a_factory_gets_mode_and_dtype():
-    net = small_net(dtype=torch.float64)
-    net[1].eval()
-    memnorm.convert(net, nn.SyncBatchNorm)
-    assert [net[i].training for i in (1, 4)] == [False, True]
-    assert net[1].running_mean.dtype == torch.float64
-
-
-def test_a_replacement_without_parameters_of_that_shape_keeps_its_own():
-    net = memnorm.convert(small_net(), lambda channels: nn.LayerNorm([channels, 6, 6]))
-    assert net[1].weight.shape == (6, 6, 6)
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        BatchNormAct2d,
-        lambda channels: memnorm.convert(BatchNormAct2d(channels)),
-    ],
-    ids=["plain", "memorized"],
-)
-def test_a_factory_does_not_strip_a_norm_of_its_activation(build):
-    model = nn.Sequential(build(4))
-    x = leaf((4, 4, 3, 3), seed=0, dtype=torch.float32)
-    expected = F.relu(F.group_norm(x, 2, model[0].weight, model[0].bias))
-    memnorm.convert(model, lambda channels: nn.GroupNorm(2, channels))
-    torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-6)
-
-
-def test_memorized_layers_stay_the_same_objects_without_options():
-    net = memnorm.convert(small_net())
-    before = memorized(net)
-    assert all(new is old for new, old in zip(memorized(memnorm.convert(net)), before, strict=True))
-
-
-def test_in_a_mixed_model_the_memorized_layers_stay_and_the_others_are_converted():
-    model = nn.Sequential(memnorm.MemorizedBatchNorm2d(3), nn.BatchNorm2d(3))
-    kept = model[0]
-    memnorm.convert(model)
-    assert model[0] is kept
-    assert isinstance(model[1], MemorizedBatchNorm)
-
-
-def test_a_layer_with_a_smaller_memory_trains_like_one_that_always_had_that_size():
-    shape = (8, 3, 5, 4)
-    resized = with_statistics(memnorm.MemorizedBatchNorm2d(3, memory_size=8, dtype=torch.float64), dtype=torch.float64)
-    small = with_statistics(memnorm.MemorizedBatchNorm2d(3, memory_size=2, dtype=torch.float64), dtype=torch.float64)
-    resized = memnorm.convert(resized, memory_size=2)
-    assert_same_state(resized, small, atol=1e-12)
-    for seed in (7, 8):
-        x = leaf(shape, seed=seed)
-        torch.testing.assert_close(resized(x), small(x), rtol=0, atol=1e-12)
-
-
-def test_a_larger_memory_keeps_every_entry():
-    layer = with_statistics(memnorm.MemorizedBatchNorm2d(3, memory_size=2), steps=5)
-    new = memnorm.convert(layer, memory_size=4)
-    assert_bitwise(new.memory_count, torch.tensor([160.0, 160.0, 0.0, 0.0]))
-    assert_bitwise(new.memory_mean[:2], layer.memory_mean)
-    assert_bitwise((new.running_mean, new.running_weight), (layer.running_mean, layer.running_weight))
-
-
-def test_a_new_decay_keeps_the_memory_whole():
-    layer = with_statistics(memnorm.MemorizedBatchNorm2d(3))
-    before = copy.deepcopy(layer.state_dict())
-    new = memnorm.convert(layer, decay=0.5)
-    assert new.decay == 0.5
-    assert_bitwise(new.state_dict(), before)
-
-
-def test_a_new_strength_replaces_the_old_one_only():
-    layer = with_statistics(memnorm.MemorizedBatchNorm2d(3))
-    before = copy.deepcopy(layer.state_dict())
-    new = memnorm.convert(layer, strength=0.25)
-    before["strength"].fill_(0.25)
-    assert_bitwise(new.state_dict(), before)
-
-
-def test_a_strength_set_by_a_schedule_survives_new_options():
-    net = memnorm.convert(small_net())
-    memnorm.StrengthSchedule(net, 10)
-    memnorm.convert(net, memory_size=3)
-    assert [layer.strength.item() for layer in memorized(net)] == [0.1, 0.1]
-
-
-def test_options_that_are_not_given_stay():
-    layer = memnorm.MemorizedBatchNorm2d(3, memory_size=5, decay=0.8, prior_weight=3.0, prior_from_init=True)
-    new = memnorm.convert(layer, decay=0.7)
-    kept = (new.memory_size, new.decay, new.prior_weight, new.prior_from_init)
-    assert kept == (5, 0.7, 3.0, True)
-
-
-def test_a_layer_without_statistics_ignores_a_new_strength():
-    layer = memnorm.MemorizedBatchNorm2d(3, track_running_stats=False)
-    assert memnorm.convert(layer, strength=0.25).strength is None
-
-
-def test_a_memorized_layer_on_meta_can_be_resized():
-    layer = memnorm.MemorizedBatchNorm2d(3, device="meta")
-    assert memnorm.convert(layer, memory_size=3).memory_count.shape == (3,)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -494,220 +302,3 @@ def test_a_model_wrapped_in_fsdp_is_an_error_that_says_what_to_do():
 
     with pytest.raises(WrappedModelError, match=r"FullyShardedDataParallel\(memnorm\.convert\(model\)\)"):
         memnorm.convert(FullyShardedDataParallel(nn.BatchNorm2d(3)))
-
-
-# Layers that are similar to batch norm
-
-
-SCRIPT_IS_DEPRECATED = "ignore:.*torch.jit.script.*:DeprecationWarning"
-
-
-class Subclass2d(nn.BatchNorm2d):
-    """A subclass that adds nothing to the forward."""
-
-
-class OwnInit2d(nn.BatchNorm2d):
-    """A subclass with its own init, reset and repr that takes data of any rank."""
-
-    def __init__(self, num_features):
-        super().__init__(num_features, eps=1e-3)
-
-    def reset_parameters(self):
-        super().reset_parameters()
-        nn.init.zeros_(self.weight)
-
-    def extra_repr(self):
-        return "own"
-
-    def _check_input_dim(self, input):
-        pass
-
-
-class AlwaysEval2d(nn.BatchNorm2d):
-    """A common way to freeze a batch norm."""
-
-    def train(self, mode=True):
-        return super().train(False)
-
-
-class OwnForward2d(nn.BatchNorm2d):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-class InPlaceABN(nn.Module):
-    """As in inplace_abn: a batch norm and an activation in one, no subclass of torch's."""
-
-    def __init__(self, num_features):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(num_features)), nn.Parameter(torch.zeros(num_features))
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("running_var", torch.ones(num_features))
-
-    def forward(self, x):
-        y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
-        return F.leaky_relu(y, 0.01)
-
-
-def test_a_norm_with_activation_evaluates_bit_for_bit_as_before():
-    layer = with_statistics(BatchNormAct2d(3, act=nn.SiLU()))
-    x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
-    before = evaluated(layer, x)
-    assert_bitwise(evaluated(memnorm.convert(nn.Sequential(layer))[0], x), before)
-
-
-def test_a_norm_with_activation_trains_at_zero_strength_as_before():
-    layer = BatchNormAct2d(3, act=nn.SiLU()).double()
-    new = memnorm.convert(copy.deepcopy(layer), strength=0.0)
-    assert_same_output_and_gradients(new, layer, leaf((4, 3, 2, 2), seed=9), atol=1e-12)
-
-
-def test_a_norm_with_activation_remembers():
-    new = memnorm.convert(BatchNormAct2d(3))
-    x = leaf((4, 3, 2, 2), seed=0, dtype=torch.float32)
-    new(x)
-    torch.testing.assert_close(new.memory_mean[0], x.mean((0, 2, 3)), rtol=0, atol=1e-6)
-
-
-def test_a_norm_with_activation_keeps_its_dropout_in_training():
-    new = memnorm.convert(BatchNormAct2d(3, drop=nn.Dropout(1.0), act=nn.Identity()))
-    assert new(leaf((4, 3, 2, 2), seed=0, dtype=torch.float32)).abs().max() == 0
-
-
-def test_a_norm_with_activation_gets_its_own_class_again():
-    model = nn.Sequential(BatchNormAct2d(3, act=nn.SiLU()))
-    keys = list(model.state_dict())
-    with_statistics(memnorm.convert(model))
-    expected = evaluated(model, leaf((4, 3, 2, 2), seed=9, dtype=torch.float32))
-    memnorm.to_batchnorm(model)
-    assert type(model[0]) is BatchNormAct2d
-    assert list(model.state_dict()) == keys
-    assert_bitwise(evaluated(model, leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)), expected)
-
-
-def test_a_memorized_norm_with_activation_takes_options_and_gets_its_own_class_again():
-    layer = memnorm.convert(memnorm.convert(BatchNormAct2d(3)), memory_size=3)
-    assert layer.memory_size == 3
-    assert layer(leaf((4, 3, 2, 2), seed=0, dtype=torch.float32)).min() >= 0
-    assert type(memnorm.to_batchnorm(layer)) is BatchNormAct2d
-
-
-def test_a_batch_norm_inside_a_norms_activation_is_converted_too():
-    model = nn.Sequential(BatchNormAct2d(3, drop=nn.BatchNorm2d(3)))
-    memnorm.convert(model)
-    assert isinstance(model[0].drop, memnorm.MemorizedBatchNorm2d)
-
-
-@pytest.mark.parametrize("build", [Subclass2d, OwnInit2d])
-def test_a_subclass_that_computes_what_batch_norm_does_is_converted(build):
-    layer = with_statistics(build(3))
-    x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
-    before = evaluated(layer, x)
-    new = memnorm.convert(layer)
-    assert isinstance(new, memnorm.MemorizedBatchNorm2d)
-    assert_bitwise(evaluated(new, x), before)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_subclass_for_data_of_any_rank_still_takes_it(shape):
-    new = with_statistics(memnorm.convert(OwnInit2d(3)), shape)
-    assert int(new.num_batches_tracked) == 3
-    assert type(memnorm.to_batchnorm(new)) is LAYERS[len(shape)][1]
-
-
-def patched(layer):
-    layer.forward = lambda x: x * 2
-    return layer
-
-
-def parametrized():
-    layer = nn.BatchNorm2d(3)
-    parametrize.register_parametrization(layer, "weight", nn.Softplus())
-    return layer
-
-
-SKIPPED = {
-    "own forward": (lambda: OwnForward2d(3), "has its own forward"),
-    "patched forward": (lambda: patched(nn.BatchNorm2d(3)), "has its own forward"),
-    "activation and patched forward": (lambda: patched(BatchNormAct2d(3)), "has its own forward"),
-    "own train": (lambda: AlwaysEval2d(3), "has its own train"),
-    "frozen": (lambda: FrozenBatchNorm2d(3), "FrozenBatchNorm2d is not torch's batch norm"),
-    "in-place ABN": (lambda: InPlaceABN(3), "InPlaceABN is not torch's batch norm"),
-    "lazy": (nn.LazyBatchNorm2d, "lazy; run one batch through the model first"),
-    "parametrized": (parametrized, "parametrized"),
-}
-
-
-@pytest.mark.parametrize(("build", "words"), SKIPPED.values(), ids=SKIPPED)
-def test_a_similar_layer_is_skipped_with_a_warning(build, words):
-    model = nn.ModuleDict({"stem": nn.Sequential(build()), "bn": nn.BatchNorm2d(3)})
-    kept = model["stem"][0]
-    with pytest.warns(MemnormWarning, match=rf"convert skipped: stem\.0 \({words}") as caught:
-        memnorm.convert(model)
-    assert len(caught) == 1
-    assert model["stem"][0] is kept
-    assert isinstance(model["bn"], MemorizedBatchNorm)
-
-
-def test_the_warning_points_at_the_callers_line():
-    with pytest.warns(MemnormWarning) as caught:
-        memnorm.convert(nn.Sequential(OwnForward2d(3), nn.BatchNorm2d(3)))
-    assert caught[0].filename == __file__
-
-
-def test_a_long_list_of_skipped_layers_is_cut():
-    model = nn.Sequential(*(OwnForward2d(3) for _ in range(10)), nn.BatchNorm2d(3))
-    with pytest.warns(MemnormWarning, match=r"7 \(has its own forward\) and 2 more \(memnorm.summary lists them"):
-        memnorm.convert(model)
-
-
-def test_a_model_that_cannot_be_converted_is_an_error():
-    with pytest.raises(NothingToConvert, match=r"skipped: the model itself \(has its own forward\)"):
-        memnorm.convert(OwnForward2d(3))
-
-
-def test_a_lazy_norm_can_be_converted_after_one_forward():
-    model = nn.Sequential(nn.LazyBatchNorm2d())
-    model(leaf((4, 3, 2, 2), seed=0, dtype=torch.float32))
-    assert type(memnorm.convert(model)[0]) is memnorm.MemorizedBatchNorm2d
-
-
-@pytest.mark.filterwarnings(SCRIPT_IS_DEPRECATED)
-def test_a_scripted_model_is_an_error_that_says_what_to_do():
-    scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
-    with pytest.raises(NothingToConvert, match=r"skipped: 1 \(scripted; convert before torch.jit.script\)"):
-        memnorm.convert(scripted)
-
-
-@pytest.mark.filterwarnings(SCRIPT_IS_DEPRECATED)
-def test_a_scripted_part_is_skipped_with_a_warning():
-    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.BatchNorm2d(3))), nn.BatchNorm2d(3))
-    with pytest.warns(MemnormWarning, match=r"skipped: 0\.0 \(scripted; convert before torch.jit.script\)"):
-        memnorm.convert(model)
-    assert isinstance(model[1], MemorizedBatchNorm)
-    assert isinstance(model[0], torch.jit.ScriptModule)
-
-
-def test_other_norms_are_unchanged():
-    model = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True), nn.GroupNorm(1, 3), nn.BatchNorm2d(3))
-    before = list(model)
-    memnorm.convert(model)
-    assert model[0] is before[0]
-    assert model[1] is before[1]
-
-
-def test_a_norm_with_activation_still_belongs_to_its_own_class():
-    """The tools of its library check for that class; they would replace a BatchNorm2d and drop the activation."""
-    layer = memnorm.convert(BatchNormAct2d(4))
-    assert isinstance(layer, BatchNormAct2d)
-    assert isinstance(layer, memnorm.MemorizedBatchNorm2d)
-
-
-def test_a_converted_norm_with_activation_survives_pickling():
-    model = memnorm.convert(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4)))
-    model(images(4, seed=0))
-    copied = pickle.loads(pickle.dumps(model))
-    assert type(copied[1]) is type(model[1])
-    x = images(4, seed=1)
-    torch.testing.assert_close(copied(x), model(x), rtol=0, atol=0)
-    assert_same_state(copied, model)

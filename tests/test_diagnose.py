@@ -2,13 +2,12 @@
 
 import copy
 import gc
-import math
 import re
 import weakref
 
 import pytest
 import torch
-from helpers.common import images, randn
+from helpers.common import randn
 from helpers.estimation import (
     DATA,
     NORMS,
@@ -20,13 +19,12 @@ from helpers.estimation import (
     deep_net,
     mixed_net,
     moments,
-    not_finite,
 )
 from torch import nn
 
 import memnorm
 from memnorm import diagnose, recalibrate
-from memnorm.errors import DTypeError, NothingToRecord, OptionError
+from memnorm.errors import NothingToRecord, OptionError
 
 
 def rms(x):
@@ -34,7 +32,7 @@ def rms(x):
 
 
 def layer_and_batches(build, *, size=5, count=4, **options):
-    """One layer without affine map, its statistics off from those of the batches it will see."""
+    """One layer without affine map whose statistics differ from those of the batches."""
     layer = build(3, affine=False, eps=1e-3, dtype=torch.float64, **options)
     for step in range(3):
         layer(2 * randn(6, 3, seed=80 + step) + 1)
@@ -101,11 +99,6 @@ def test_changed_predictions_are_a_share_of_all_rows(build):
     assert 0 < expected < 1
 
 
-def test_there_are_no_predictions_without_scores():
-    model = nn.Sequential(nn.BatchNorm2d(3))
-    assert diagnose(model, [images(4, seed=0)]).changed_predictions is None
-
-
 def test_the_diagnosis_names_layers_kinds_and_sizes():
     net = nn.Sequential(deep_net(NORMS["plain"]), nn.Linear(3, 4).double(), deep_net(NORMS["memorized"]))
     result = diagnose(net, DATA.split([9, 20]))
@@ -116,7 +109,7 @@ def test_the_diagnosis_names_layers_kinds_and_sizes():
 
 
 def test_a_filled_memory_brings_training_and_eval_closer_than_plain_batch_norm_at_batch_2():
-    """Both with the statistics of the same training forwards, both diagnosed on the same pairs."""
+    """Both layers have recorded the same batches and are diagnosed on the same batches."""
     batches = randn(80, 3, 4, 4, seed=6).split(2)
     disagreement = {}
     for name, build in (("plain", nn.BatchNorm2d), ("memorized", memnorm.MemorizedBatchNorm2d)):
@@ -125,11 +118,6 @@ def test_a_filled_memory_brings_training_and_eval_closer_than_plain_batch_norm_a
             layer(batch)
         disagreement[name] = diagnose(layer, batches[30:]).layers[0].disagreement
     assert disagreement["memorized"] < 0.5 * disagreement["plain"]
-
-
-def test_a_diagnosis_prints_nothing(capsys):
-    diagnose(deep_net(NORMS["plain"]), [DATA])
-    assert capsys.readouterr() == ("", "")
 
 
 def test_the_repr_of_a_diagnosis_is_its_text():
@@ -167,11 +155,6 @@ def test_one_batch_at_a_time_is_in_memory():
 def test_max_batches_is_a_positive_number(limit):
     with pytest.raises(OptionError, match="max_batches must be a positive number of batches; got"):
         diagnose(nn.BatchNorm1d(3), [DATA], max_batches=limit)
-
-
-def test_forward_must_be_a_function():
-    with pytest.raises(DTypeError, match="diagnose: forward must be a function; got 5"):
-        diagnose(nn.BatchNorm1d(3), [DATA], forward=5)
 
 
 @pytest.mark.parametrize("norm", [None, "bn", "ghost"])
@@ -250,12 +233,6 @@ def test_the_verdict_says_what_is_wrong_and_nothing_else(build, batches, words):
     assert verdict.startswith("Nothing unusual") == (not words)
 
 
-@pytest.mark.filterwarnings("ignore::memnorm.MemnormWarning")
-def test_the_verdict_mentions_batches_that_are_not_finite():
-    model = settled(Damped(), LOTS)
-    assert "Nothing unusual" not in diagnose(model, [*LOTS.split(1024), not_finite(math.nan)]).verdict
-
-
 def test_the_verdict_names_the_worst_layer():
     net = settled(deep_net(NORMS["plain"]), DATA)
     net[4].running_mean.add_(1000)
@@ -271,26 +248,6 @@ def test_a_diagnosis_changes_nothing(training):
     before = condition(net)
     diagnose(net, DATA.split(10))
     assert_condition(net, before)
-
-
-def test_a_diagnosis_that_fails_changes_nothing():
-    net = mixed_net()
-    before = condition(net)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        diagnose(net, [DATA, DATA[:, :3]])
-    assert_condition(net, before)
-
-
-def test_a_diagnosis_leaves_no_gradient():
-    net = deep_net(NORMS["memorized"])
-    seen = []
-    diagnose(net, [DATA], forward=lambda model, batch: seen.append(model(batch)) or seen[-1])
-    assert not any(output.requires_grad for output in seen)
-
-
-def test_dropout_is_off_in_a_diagnosis():
-    model = settled(nn.Sequential(nn.BatchNorm1d(4).double(), nn.Dropout(0.5)), DATA)
-    assert diagnose(model, [DATA]).output_disagreement < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -310,14 +267,6 @@ def test_outputs_may_be_nested(wrap):
     assert result.changed_predictions == expected.changed_predictions
 
 
-def test_a_model_without_tensors_in_its_output_has_no_output_disagreement():
-    def call_only(model, batch):
-        model(batch)
-
-    result = diagnose(deep_net(NORMS["plain"]), [DATA], forward=call_only)
-    assert (result.output_disagreement, result.changed_predictions) == (0.0, None)
-
-
 def test_layers_that_were_not_reached_are_not_diagnosed():
     assert [d.name for d in diagnose(Partial(), [DATA]).layers] == ["used"]
 
@@ -330,16 +279,6 @@ def test_layers_that_run_in_training_mode_only_are_not_diagnosed():
     assert [d.name for d in diagnose(Auxiliary(), [DATA]).layers] == ["used"]
 
 
-def test_an_iterator_of_batches_can_be_diagnosed():
-    net = deep_net(NORMS["plain"])
-    assert diagnose(net, iter(DATA.split(10))) == diagnose(net, DATA.split(10))
-
-
 def test_a_diagnosis_without_batches_is_an_error():
     with pytest.raises(NothingToRecord, match="diagnose: there is no batch; pass a few of the training size"):
         diagnose(deep_net(NORMS["plain"]), [])
-
-
-def test_a_diagnosis_that_reaches_no_norm_is_an_error():
-    with pytest.raises(NothingToRecord, match="no batch norm was reached"):
-        diagnose(deep_net(NORMS["plain"]), [DATA], forward=lambda model, batch: batch)

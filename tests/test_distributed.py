@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memnorm
-from memnorm.distributed import IGNORED, broadcast_memory, exchange_memory, keep_local
+from memnorm.distributed import IGNORED, exchange_memory, keep_local
 from memnorm.errors import DTypeError, MemnormError, NothingToRecord, OptionError
 
 Layer = memnorm.MemorizedBatchNorm1d
@@ -25,7 +25,7 @@ def group():
 
 
 def exchanged(**options):
-    """A net whose first layer sees its inputs, its optimizer, and the handle."""
+    """A net that starts with a memorized layer, its optimizer, and the handle."""
     net = nn.Sequential(Layer(3, **options), nn.Linear(3, 1))
     optimizer = sgd(net)
     return net, optimizer, exchange_memory(net, optimizer)
@@ -37,7 +37,7 @@ def means(net):
 
 @pytest.mark.parametrize("sync", [True, "group"])
 @pytest.mark.parametrize("initialised", [True, False])
-def test_alone_a_synchronised_layer_is_the_ordinary_one(sync, initialised, request):
+def test_a_synchronised_layer_in_one_process_equals_an_ordinary_one(sync, initialised, request):
     world = request.getfixturevalue("group") if initialised or sync == "group" else None
     ours, other = Layer(3, sync=world if sync == "group" else sync), Layer(3)
     for seed in range(3):
@@ -99,13 +99,6 @@ def test_a_model_that_is_itself_a_norm_is_kept_local_too(group):
     assert DistributedDataParallel(memnorm.convert(nn.BatchNorm1d(3))).named_module_buffers == {}
 
 
-def test_broadcasting_alone_changes_nothing(group):
-    net = memnorm.convert(small_net())
-    before = copy.deepcopy(net.state_dict())
-    broadcast_memory(net)
-    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
-
-
 def test_an_exchange_makes_one_entry_per_step():
     net, optimizer, _ = exchanged()
     for step in range(3):
@@ -140,7 +133,7 @@ def test_what_is_recorded_by_hand_after_the_step_can_be_exchanged_by_hand():
     assert len(means(net)) == 2
 
 
-def test_without_the_handle_layers_record_as_they_do():
+def test_layers_record_their_own_batches_after_remove():
     net, optimizer, handle = exchanged()
     with handle:
         train_step(net, optimizer, batch(0))
@@ -167,7 +160,7 @@ def test_layers_with_new_options_are_still_exchanged():
     torch.testing.assert_close(means(net), torch.stack([batch(2).mean(0), batch(1).mean(0)]), rtol=0, atol=1e-6)
 
 
-def test_going_back_to_batch_norm_ends_the_exchange():
+def test_to_batchnorm_ends_the_exchange():
     net, optimizer, _ = exchanged()
     memnorm.to_batchnorm(net)
     train_step(net, optimizer, batch(0))
@@ -195,12 +188,12 @@ def test_torchs_tools_that_accumulate_statistics_write_immediately():
         (memnorm.convert(nn.Sequential(nn.BatchNorm1d(3, momentum=None))), OptionError, "momentum=None"),
     ],
 )
-def test_what_cannot_be_exchanged_is_an_error(net, error, message):
+def test_a_model_without_exchangeable_layers_is_an_error(net, error, message):
     with pytest.raises(error, match=message):
         exchange_memory(net, sgd(net))
 
 
-def test_one_exchange_is_enough():
+def test_a_second_exchange_is_an_error():
     net, optimizer, _ = exchanged()
     with pytest.raises(MemnormError, match="exchanged already"):
         exchange_memory(net, optimizer)

@@ -66,6 +66,13 @@ def test_relative_links_lead_somewhere(page):
         assert target.startswith("http") or (page.parent / target).exists(), target
 
 
+def test_every_cited_test_exists():
+    cited = [cite for page in PAGES for cite in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text())]
+    assert cited
+    for file, name in cited:
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
+
+
 @pytest.fixture
 def tool(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")

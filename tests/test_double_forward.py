@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +47,7 @@ def count_forwards(model: nn.Module) -> list[torch.Size]:
 # The scheme
 
 
-def test_it_equals_the_scheme_written_by_hand():
+def test_double_forward_equals_the_scheme_written_by_hand():
     ours, manual = classifier(memory_size=5), classifier(memory_size=5)
     ours_sgd, manual_sgd = momentum_sgd(ours), momentum_sgd(manual)
     memnorm.double_forward(ours, ours_sgd)
@@ -61,24 +60,6 @@ def test_it_equals_the_scheme_written_by_hand():
         manual_sgd.step()
         memnorm.rerecord(manual, images(4, seed=seed))
         assert_same_state(ours, manual)
-
-
-def test_the_training_forward_records_nothing():
-    model, optimizer = attached()
-    before = copy.deepcopy(model)
-    accumulate(model, batch(1))
-    assert_same_state(model, before)
-    assert optimizer.state == {}
-
-
-def test_the_recorded_moments_are_those_under_the_new_weights():
-    model = classifier()
-    optimizer = momentum_sgd(model)
-    memnorm.double_forward(model, optimizer)
-    classify(model, optimizer, seed=1)
-    var, mean = torch.var_mean(model[0](images(4, seed=1)), dim=(0, 2, 3), correction=0)
-    torch.testing.assert_close(model[1].memory_mean[0], mean, rtol=0, atol=1e-6)
-    torch.testing.assert_close(model[1].memory_var[0], var, rtol=0, atol=1e-6)
 
 
 def test_accumulated_micro_batches_are_one_entry_each_newest_first():
@@ -187,7 +168,7 @@ def test_a_forward_for_a_gradient_penalty_is_cleared_with_the_others():
 
 
 def test_a_forward_whose_gradients_were_cleared_is_not_recorded():
-    """The generator's phase goes through the discriminator as well, but its gradients are in no step of it."""
+    """A GAN's generator phase: it goes through the discriminator, whose step has none of these gradients."""
     model, optimizer = attached()
     train_step(model, optimizer, batch(1))
     accumulate(model, batch(2).requires_grad_())
@@ -392,7 +373,7 @@ def test_the_batches_of_a_skipped_step_never_enter_the_memory(passed, clear):
     assert_remembers(model, batch(6), batch(5), batch(1))
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_fused_optimizer_that_skips_inside_its_step_records_nothing(optimizer_class):
     model, scaler = transparent_net(), new_scaler()
     optimizer = optimizer_class(model.parameters(), lr=0.01, fused=True)
@@ -481,8 +462,8 @@ class Output:
 
 @pytest.mark.parametrize(
     "wrap",
-    [lambda y: {"loss": y}, lambda y: (y, None, 1), lambda y: [[y]], Output],
-    ids=["dict", "tuple", "list", "dataclass"],
+    [lambda y: ({"loss": y}, [[2 * y]]), lambda y: (y, None, 1), Output],
+    ids=["nested, with an output that is not used", "tuple", "dataclass"],
 )
 def test_the_model_may_return_anything(wrap):
     class Wrapped(nn.Module):
@@ -515,15 +496,6 @@ def test_every_step_records_one_batch_and_every_third_has_a_second_forward():
         totals.append(len(shapes))
     assert totals == [1, 2, 4, 5, 6, 8, 9]
     assert_remembers(model, *(batch(seed) for seed in reversed(range(7))))
-
-
-def test_a_step_without_second_forward_records_the_moments_under_the_old_weights():
-    model = classifier()
-    optimizer = momentum_sgd(model)
-    memnorm.double_forward(model, optimizer, every=2)
-    mean = model[0](images(4, seed=1)).mean((0, 2, 3)).detach()
-    classify(model, optimizer, seed=1)
-    torch.testing.assert_close(model[1].memory_mean[0], mean, rtol=0, atol=1e-6)
 
 
 def test_fraction_takes_the_same_rows_of_every_tensor_of_the_batch_and_leaves_others_whole():

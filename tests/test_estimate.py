@@ -1,4 +1,4 @@
-"""recalibrate: what it computes, and on what."""
+"""recalibrate and adapt: the computed statistics, what stays unchanged, and how to revert."""
 
 import copy
 import math
@@ -12,10 +12,13 @@ from helpers.estimation import (
     TARGET,
     Keyword,
     Partial,
+    assert_condition,
     batch_norms,
+    condition,
     deep_net,
     each_norm,
     inputs_of_norms,
+    mixed_net,
     moments,
     not_finite,
     statistics,
@@ -24,18 +27,10 @@ from torch import nn
 
 import memnorm
 from memnorm import MemnormWarning, adapt, diagnose, recalibrate
-from memnorm.errors import NothingToRecord, OptionError
+from memnorm.errors import DTypeError, InputError, NothingToRecord, OptionError
+from memnorm.functional import memorized_batch_norm
 
 SPLITS = [[29], [1, 28], [10, 10, 9], [2, 3, 5, 7, 11, 1], [1] * 28 + [1]]
-
-
-@each_norm
-def test_one_pass_gives_the_first_layer_the_moments_of_all_data(norm):
-    net = deep_net(norm)
-    recalibrate(net, DATA.split([3, 8, 2, 11, 5]))
-    with torch.no_grad():
-        expected = moments(net[0](DATA))
-    torch.testing.assert_close(statistics(net)["1"], expected, rtol=0, atol=1e-10)
 
 
 @each_norm
@@ -67,41 +62,6 @@ def test_one_pass_reads_the_memory_for_single_values_only():
 
 
 @each_norm
-@pytest.mark.parametrize("sizes", SPLITS[:4], ids=str)
-def test_one_pass_over_a_single_layer_does_not_depend_on_the_split(norm, sizes):
-    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), norm(4))
-    nn.init.eye_(model[0].weight)
-    nn.init.zeros_(model[0].bias)
-    sizes = [size + 1 if size == 1 else size for size in sizes]  # plain batch norm wants two values to train on
-    data = DATA.repeat(2, 1)[: sum(sizes)]
-    recalibrate(model, data.split(sizes))
-    torch.testing.assert_close(statistics(model)["1"], moments(data), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("build", [nn.BatchNorm2d, memnorm.MemorizedBatchNorm2d], ids=["plain", "memorized"])
-def test_statistics_of_images_are_over_every_pixel(build):
-    layer = build(3)
-    x = images(10, seed=0) * 3 + 1
-    recalibrate(layer, x.split([4, 6]))
-    expected = moments(x.double().transpose(0, 1).flatten(1).T)
-    torch.testing.assert_close((layer.running_mean.double(), layer.running_var.double()), expected, rtol=0, atol=1e-5)
-
-
-def test_data_far_from_zero_keeps_its_variance():
-    layer = nn.BatchNorm1d(2)
-    x = randn(64, 2, seed=0, dtype=torch.float32) + 1000
-    recalibrate(layer, x.split([7, 57]))
-    torch.testing.assert_close(layer.running_var.double(), moments(x.double())[1], rtol=1e-4, atol=0)
-
-
-@each_norm
-def test_the_number_of_batches_is_counted_anew(norm):
-    net = deep_net(norm)
-    recalibrate(net, DATA.split(8))
-    assert [int(layer.num_batches_tracked) for layer in batch_norms(net).values()] == [4, 4, 4]
-
-
-@each_norm
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_exact_statistics_are_the_moments_of_what_each_layer_sees_in_eval_mode(norm, training):
     net = deep_net(norm).train(training)
@@ -121,39 +81,8 @@ def test_exact_statistics_do_not_depend_on_the_split(norm, sizes):
 
 
 @each_norm
-def test_exact_statistics_do_not_depend_on_the_statistics_of_before(norm):
-    one, other = deep_net(norm), deep_net(norm)
-    for step in range(5):
-        other(100 * randn(8, 4, seed=70 + step))
-    recalibrate(one, [DATA], passes="exact")
-    recalibrate(other, [DATA], passes="exact")
-    torch.testing.assert_close(statistics(other), statistics(one), rtol=0, atol=1e-9)
-
-
-@each_norm
 def test_exact_statistics_need_a_pass_for_each_layer_and_one_to_see_it(norm):
     assert recalibrate(deep_net(norm), [DATA], passes="exact").passes == 4
-
-
-def test_exact_statistics_of_a_settled_model_need_one_pass():
-    net = deep_net(NORMS["plain"])
-    recalibrate(net, [DATA], passes="exact")
-    assert recalibrate(net, [DATA], passes="exact").passes == 1
-
-
-@each_norm
-def test_a_small_error_in_the_statistics_is_corrected_by_an_exact_recalibration(norm):
-    net = deep_net(norm)
-    recalibrate(net, [DATA], passes="exact")
-    expected = copy.deepcopy(statistics(net))
-    net[1].running_mean.add_(0.01 * net[1].running_var.sqrt())
-    recalibrate(net, [DATA], passes="exact")
-    torch.testing.assert_close(statistics(net), expected, rtol=0, atol=1e-9)
-
-
-def test_exact_statistics_of_a_float32_network_converge_too():
-    net = small_net()
-    assert recalibrate(net, images(24, seed=0).split([5, 19]), passes="exact").passes <= 3
 
 
 @pytest.mark.parametrize(
@@ -179,7 +108,7 @@ def test_exact_statistics_of_a_layer_called_twice_settle():
 
 
 class Shuffled:
-    """Other data every time, as a loader with random augmentation gives."""
+    """Different data in every round, as from a loader with random augmentation."""
 
     def __init__(self):
         self.rounds = 0
@@ -202,23 +131,6 @@ def test_max_passes_stops_earlier():
     assert batches.rounds == 2
 
 
-@pytest.mark.parametrize("max_passes", [0, -1])
-def test_max_passes_below_one_is_an_error(max_passes):
-    with pytest.raises(OptionError, match="max_passes"):
-        recalibrate(deep_net(NORMS["plain"]), [DATA], passes="exact", max_passes=max_passes)
-
-
-def test_the_warning_points_at_the_callers_line():
-    with pytest.warns(MemnormWarning) as caught:
-        recalibrate(deep_net(NORMS["plain"]), Shuffled(), passes="exact")
-    assert caught[0].filename == __file__
-
-
-def test_the_result_counts_layers_batches_and_passes():
-    result = recalibrate(deep_net(NORMS["plain"]), DATA.split(10))
-    assert (result.layers, result.batches, result.passes, result.unreached) == (3, 3, 1, ())
-
-
 def test_the_result_has_the_largest_change_in_standard_deviations():
     layer = nn.BatchNorm1d(2, eps=1e-15, dtype=torch.float64)
     x = torch.tensor([[1.0, 0.0], [5.0, 0.5]], dtype=torch.float64)  # means 3 and 0.25, deviations 2 and 0.25
@@ -232,14 +144,6 @@ def test_layers_that_were_not_reached_are_reported():
     result = recalibrate(Partial(), [DATA])
     assert (result.layers, result.unreached) == (1, ("unused",))
     assert "not reached: unused" in str(result)
-
-
-def test_layers_that_were_not_reached_stay_as_they_were():
-    model = Partial()
-    model.unused.running_mean.fill_(3.0)
-    before = copy.deepcopy(model.unused)
-    recalibrate(model, [DATA], passes="exact")
-    assert_same_state(model.unused, before)
 
 
 FORMS = {
@@ -315,14 +219,202 @@ def test_a_batch_that_is_not_finite_is_skipped_with_a_warning(norm, value):
     torch.testing.assert_close(statistics(net), statistics(expected), rtol=0, atol=0)
 
 
-def test_a_batch_whose_variance_overflows_is_skipped_with_a_warning():
-    layer = nn.BatchNorm1d(4).double()
-    with pytest.warns(MemnormWarning, match="not finite"):
-        recalibrate(layer, [DATA, not_finite(1e300)])
-    torch.testing.assert_close((layer.running_mean, layer.running_var), moments(DATA), rtol=0, atol=1e-10)
-
-
 @pytest.mark.filterwarnings("ignore::memnorm.MemnormWarning")
 def test_batches_that_are_all_not_finite_are_an_error():
     with pytest.raises(NothingToRecord, match="finite"):
         recalibrate(deep_net(NORMS["plain"]), [not_finite(math.nan)])
+
+
+@pytest.mark.parametrize("passes", [1, "exact"])
+def test_dropout_is_off(passes):
+    with_dropout = nn.Sequential(nn.Dropout(0.9), deep_net(NORMS["plain"]))
+    without = nn.Sequential(nn.Identity(), deep_net(NORMS["plain"]))
+    for model in (with_dropout, without):
+        recalibrate(model, [DATA], passes=passes)
+    assert_same_state(with_dropout, without)
+
+
+@each_norm
+@pytest.mark.parametrize("passes", [1, "exact"])
+def test_a_layer_frozen_by_the_user_is_unchanged(norm, passes):
+    net = deep_net(norm)
+    net[4].eval()
+    before = copy.deepcopy(net[4])
+    assert recalibrate(net, [DATA], passes=passes).layers == 2
+    assert_same_state(net[4], before)
+
+
+def test_a_memory_is_emptied():
+    net = deep_net(NORMS["memorized"])
+    assert all(layer.memory_count.sum() > 0 for layer in batch_norms(net).values())
+    recalibrate(net, [DATA])
+    for layer in batch_norms(net).values():
+        slots = (layer.memory_mean, layer.memory_var, layer.memory_count, layer.running_weight)
+        assert all(not buffer.any() for buffer in slots)
+
+
+def test_the_new_statistics_replace_the_memory():
+    layer = memnorm.MemorizedBatchNorm1d(4, strength=0.5, dtype=torch.float64)
+    recalibrate(layer, [DATA])
+    x = randn(6, 4, seed=3)
+    expected = memorized_batch_norm(x, layer.weight, layer.bias, *moments(DATA), 0.5 * 6, layer.eps)
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("passes", [1, "exact"])
+def test_modes_switches_hooks_and_buffer_identity_are_as_before(passes, training):
+    net = mixed_net()
+    if not training:
+        net.eval()
+    before = condition(net)
+    recalibrate(net, [DATA], passes=passes)
+    assert_condition(net, before, state=False)
+
+
+class Counter(nn.Module):
+    """Counts its forwards in a buffer, in every mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x
+
+
+class ReplacingCounter(Counter):
+    """The same with a new tensor each time."""
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return x
+
+
+@pytest.mark.parametrize("counter", [Counter, ReplacingCounter])
+@pytest.mark.parametrize("call", [recalibrate, diagnose])
+def test_buffers_of_other_modules_are_as_before(call, counter):
+    model = nn.Sequential(counter(), nn.BatchNorm1d(4).double())
+    before = model[0].calls
+    call(model, [DATA])
+    assert model[0].calls is before
+    assert before == 0
+
+
+class Failing:
+    """Batches that end in an exception, in the n-th round."""
+
+    def __init__(self, error, round_):
+        self.error, self.round, self.rounds = error, round_, 0
+
+    def __iter__(self):
+        self.rounds += 1
+        yield DATA[:10]
+        if self.rounds == self.round:
+            raise self.error
+        yield DATA[10:]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize(("passes", "round_"), [(1, 1), ("exact", 1), ("exact", 2)])
+def test_after_an_exception_everything_is_restored(passes, round_, error):
+    net = mixed_net()
+    before = condition(net)
+    with pytest.raises(error):
+        recalibrate(net, Failing(error, round_), passes=passes)
+    assert_condition(net, before)
+
+
+def test_double_forward_does_not_record_the_batches():
+    net = deep_net(NORMS["memorized"])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    memnorm.double_forward(net, optimizer)
+    net(DATA).sum().backward()
+    recalibrate(net, [DATA[:7], DATA[7:]])
+    optimizer.step()
+    assert [int((layer.memory_count > 0).sum()) for layer in batch_norms(net).values()] == [2, 2, 2]  # prior and batch
+
+
+@each_norm
+def test_adapt_gives_the_statistics_of_the_target(norm):
+    net, expected = deep_net(norm), deep_net(norm)
+    target = 3 * DATA + 1
+    adaptation = adapt(net, target.split(10))
+    recalibrate(expected, target.split(10))
+    assert_same_state(net, expected)
+    assert adaptation.result.batches == 3
+
+
+@pytest.mark.parametrize("passes", [1, "exact"])
+def test_revert_brings_every_buffer_back_memory_included(passes):
+    net = mixed_net()
+    before = condition(net)
+    adaptation = adapt(net, [3 * DATA + 1], passes=passes)
+    assert not torch.equal(net[2][1].memory_count, before["state"]["2.1.memory_count"])
+    adaptation.revert()
+    assert_condition(net, before)
+
+
+def test_the_with_statement_reverts_at_its_end():
+    net = mixed_net()
+    before = condition(net)
+    with adapt(net, [3 * DATA + 1]):
+        assert not torch.equal(net[0][1].running_mean, before["state"]["0.1.running_mean"])
+    assert_condition(net, before)
+
+
+def test_reverting_twice_is_harmless():
+    net = deep_net(NORMS["memorized"])
+    adaptation = adapt(net, [3 * DATA + 1])
+    adaptation.revert()
+    net(DATA)
+    after_training = condition(net)
+    adaptation.revert()
+    assert_condition(net, after_training)
+
+
+def test_one_value_per_channel_is_an_error_again_after_reverting_to_an_untrained_layer():
+    layer = memnorm.MemorizedBatchNorm1d(4, dtype=torch.float64)
+    with adapt(layer, [DATA]):
+        layer(DATA[:1])
+    with pytest.raises(InputError, match="Expected more than 1 value per channel"):
+        layer(DATA[:1])
+
+
+def test_adapt_reverts_in_a_model_that_was_cast_meanwhile():
+    model = memnorm.convert(small_net())
+    model(images(8, seed=0))
+    before = {name: value.double() for name, value in model.state_dict().items()}
+    with memnorm.adapt(model, [images(8, seed=1) + 3]):
+        model.double()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.double(), before[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [memnorm.convert, memnorm.to_batchnorm, memnorm.summary, lambda model: memnorm.recalibrate(model, [])],
+    ids=["convert", "to_batchnorm", "summary", "recalibrate"],
+)
+@pytest.mark.parametrize("model", [nn.BatchNorm2d, "net", None], ids=str)
+def test_what_is_no_module_is_an_error(call, model):
+    with pytest.raises(DTypeError, match=r"expected a torch.nn.Module, got"):
+        call(model)
+
+
+@each_norm
+def test_a_layer_frozen_by_the_user_normalises_with_its_own_statistics_meanwhile(norm):
+    net = deep_net(norm)
+    net[1].eval(), net[4].eval()
+    recalibrate(net, DATA.split(10))
+    expected = moments(inputs_of_norms(copy.deepcopy(net).eval(), [DATA])["7"])
+    torch.testing.assert_close(statistics(net)["7"], expected, rtol=0, atol=1e-10)
+
+
+def test_gradients_are_neither_needed_nor_left():
+    net = deep_net(NORMS["memorized"])
+    seen = []
+    recalibrate(net, [DATA], forward=lambda model, batch: seen.append(model(batch).requires_grad))
+    assert seen == [False]
+    assert all(parameter.grad is None for parameter in net.parameters())

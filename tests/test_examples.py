@@ -1,4 +1,4 @@
-"""Every example runs as it is started by a reader, and is short."""
+"""Every example runs and is short."""
 
 import json
 import os

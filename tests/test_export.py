@@ -1,4 +1,4 @@
-"""A trained model on its way out: torch.fx, fusion, torch.export, ONNX, quantization, torch.jit."""
+"""Deployment of a trained model: torch.fx, fusion, torch.export, ONNX, quantization, torch.jit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from helpers.common import assert_same_state, images
-from helpers.export import MANY, assert_folded, in_onnx_runtime, quantized
+from helpers.export import assert_folded, in_onnx_runtime, quantized
 from helpers.torch_tools import Layer, compute_on, double, resnet, trained
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -25,7 +25,7 @@ def evaluating(dtype: torch.dtype = double) -> nn.Module:
 
 
 def other_images(dtype: torch.dtype = double) -> Tensor:
-    """As many as no tool has seen."""
+    """A batch of another size than that of the export."""
     return images(7, seed=99, dtype=dtype)
 
 
@@ -34,13 +34,6 @@ def norms(net: nn.Module) -> list[nn.Module]:
 
 
 # torch.fx
-
-
-def test_a_residual_network_made_plain_again_evaluates_the_same():
-    net, x = evaluating(), other_images()
-    plain = memnorm.to_batchnorm(copy.deepcopy(net))
-    assert {type(layer) for layer in norms(plain)} == {nn.BatchNorm2d}
-    torch.testing.assert_close(plain(x), net(x), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("which", ["kernels", "torch"])
@@ -53,20 +46,6 @@ def test_a_traced_residual_network_trains_as_it_does_untraced(which, monkeypatch
     assert_same_state(traced, net, atol=1e-12)
 
 
-def test_a_traced_residual_network_can_be_made_plain_again():
-    net, x = evaluating(), other_images()
-    plain = memnorm.to_batchnorm(fx.symbolic_trace(copy.deepcopy(net)))
-    assert {type(layer) for layer in norms(plain)} == {nn.BatchNorm2d}
-    torch.testing.assert_close(plain(x), net(x), rtol=0, atol=1e-12)
-
-
-def test_a_traced_network_saved_as_a_whole_trains_on_alike(tmp_path):
-    net = trained(resnet())
-    torch.save(fx.symbolic_trace(copy.deepcopy(net)), tmp_path / "traced.pt")
-    loaded = torch.load(tmp_path / "traced.pt", weights_only=False)
-    assert_same_state(trained(loaded), trained(net), atol=1e-12)
-
-
 @pytest.mark.parametrize("first", ["plain", "traced"])
 def test_fusion_leaves_no_norm_in_a_network_made_plain(first):
     net, x = evaluating(), other_images()
@@ -77,7 +56,7 @@ def test_fusion_leaves_no_norm_in_a_network_made_plain(first):
 
 
 def test_fusion_of_a_converted_network_changes_nothing():
-    """It knows torch's classes alone: memorized layers stay, and the outputs are right."""
+    """Fusion knows torch's classes only, so memorized layers stay."""
     net, x = evaluating(), other_images()
     fused = fuse(copy.deepcopy(net))
     assert len(norms(fused)) == len(norms(net)) == 7
@@ -87,16 +66,8 @@ def test_fusion_of_a_converted_network_changes_nothing():
 # torch.export
 
 
-def test_an_exported_network_evaluates_the_same_on_any_number_of_images():
-    net = evaluating()
-    program = torch.export.export(net, (images(4, seed=0, dtype=double),), dynamic_shapes=(MANY,))
-    assert not program.graph_signature.buffers_to_mutate
-    for x in (other_images(), images(1, seed=3, dtype=double)):
-        torch.testing.assert_close(program.module()(x), net(x), rtol=0, atol=1e-12)
-
-
 def test_an_exported_network_needs_nothing_of_memnorm(tmp_path):
-    """Its operations are torch's own: the batch norm of eval mode is one of them."""
+    """The exported graph has torch's operations only, among them batch norm."""
     net, x = evaluating(), other_images()
     program = torch.export.export(net, (x,))
     used = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
@@ -144,7 +115,7 @@ def test_onnx_runtime_computes_what_the_network_does_on_any_number_of_images(pla
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [False, True], ids=["converted", "made plain"])
 def test_quantization_folds_every_norm_and_stays_near_the_network(plain):
-    """As near as the same weights in a network that never had a memory."""
+    """The result equals that of the same weights in a plain network."""
     net = evaluating(torch.float32)
     made_plain = memnorm.to_batchnorm(copy.deepcopy(net))
     narrow = quantized(made_plain if plain else copy.deepcopy(net))

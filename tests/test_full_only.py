@@ -1,4 +1,4 @@
-"""What takes too long for every run: many random trajectories, a fresh install, the demo."""
+"""Tests that take long: many random trajectories, a fresh install, the demo."""
 
 import os
 import random
@@ -59,7 +59,7 @@ def test_a_random_trajectory_equals_the_reference(seed):
 
 @pytest.fixture(scope="module")
 def fresh_environment(tmp_path_factory):
-    """A virtual environment into which pip installed the source with no compiler to be found; torch is lent."""
+    """A virtual environment in which pip installed the source without a compiler. Torch is that of this environment."""
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv/bin/python"
@@ -96,4 +96,4 @@ def test_the_demo_takes_less_than_two_minutes_and_prints_every_arm(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert all(f"{arm} " in result.stdout for arm in ("BN", "MBN-1", "MBN-2"))
     assert (tmp_path / "demo/report.html").exists()
-    assert cpu_seconds() - before < 2 * 120  # on two processors
+    assert cpu_seconds() - before < 2 * 120  # on two CPU cores

@@ -1,4 +1,4 @@
-"""Layers given what they cannot use: they fail before anything is recorded, as torch does, or do what torch does."""
+"""Unusable inputs of layers: the layer raises before it records anything, or does what torch does."""
 
 import copy
 import threading

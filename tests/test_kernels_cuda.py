@@ -22,8 +22,8 @@ ROUNDING = {torch.float32: 2**-16, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 @pytest.fixture(params=["stand-ins", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernels(request, monkeypatch):
-    """The device on which the kernels run, and which of them were called. With stand-ins the dispatch is told that the
-    processor is a CUDA device.
+    """The device on which the kernels run, and which of them were called. With stand-ins the dispatch takes the CPU
+    for a CUDA device.
     """
     found = SimpleNamespace(device=torch.device("cuda" if request.param == "cuda" else "cpu"), calls=[])
     monkeypatch.delenv("MEMNORM_KERNELS", raising=False)
@@ -58,13 +58,13 @@ def with_statistics(shape, device, dtype=torch.float64, **options):
 
 
 def output_and_gradients(module, x, probe):
-    """Of a random projection of the output, in x and every parameter."""
+    """The output, and the gradients of a random projection of it in x and every parameter."""
     y = module(x)
     return [y, *torch.autograd.grad(y, [x, *module.parameters()], probe)]
 
 
 def assert_equal_to_reference(layer, reference, x, probe, **tolerance):
-    """Outputs and gradients on the device against those of the reference in float64 on the processor."""
+    """Outputs and gradients on the device against those of the reference in float64 on the CPU."""
     ours = output_and_gradients(layer, x, probe)
     point = x.detach().cpu().double().requires_grad_()
     theirs = output_and_gradients(reference, point, probe.cpu().double())
@@ -251,6 +251,6 @@ def test_the_variance_of_data_far_from_zero_does_not_cancel(layout):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_variance_of_torchs_kernel_is_the_biased_one(dtype):
-    """The one of the four that torch has for the processor as well."""
+    """Torch has this one of the four operations for the CPU, too."""
     x = leaf((8, 3, 5), seed=0, dtype=dtype).detach()
     torch.testing.assert_close(cuda.moments(x), batch_norm_update_stats(x, None, None, 0.0))

@@ -1,6 +1,4 @@
-"""Autocast to bfloat16 and float16: wide statistics, narrow outputs, the new weights in the second forward, skipped
-steps. On the kernels of the processor, and without them.
-"""
+"""Layouts, narrow dtypes and autocast: how exact moments are, wide statistics, narrow outputs, skipped steps."""
 
 from __future__ import annotations
 
@@ -8,15 +6,23 @@ import copy
 
 import pytest
 import torch
-from helpers.common import assert_same_state, images, labels, leaf, randn, small_net
-from helpers.torch_tools import Layer, compute_on, residual_net, step, trained
+from helpers.common import (
+    assert_same_output_and_gradients,
+    assert_same_state,
+    images,
+    labels,
+    leaf,
+    randn,
+    twins,
+)
+from helpers.torch_tools import Layer, compute_on, residual_net
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import memnorm
+from memnorm.functional import batch_moments, constant_moments
 
-STATISTICS = ("running_mean", "running_var", "running_weight", "memory_mean", "memory_var", "memory_count")
 STEPS = 5  # more than the memory holds
 
 narrow = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -29,7 +35,7 @@ def _path(request, monkeypatch):
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """How far a number near 1 may be from the narrow one beside it."""
+    """The distance between neighbouring numbers near 1."""
     return torch.finfo(dtype).eps
 
 
@@ -47,14 +53,6 @@ def test_the_output_has_the_inputs_dtype(dtype, given, training, fused):
     x = leaf((4, 3, 4, 4), seed=0, dtype=given)
     with torch.autocast("cpu", dtype=dtype):
         assert call(layer, x, fused).dtype == given
-
-
-@narrow
-def test_the_statistics_of_a_training_are_float32(dtype):
-    net = trained(residual_net(torch.float32), STEPS, amp=dtype)
-    norms = [module for module in net.modules() if isinstance(module, _BatchNorm)]
-    assert {layer.get_buffer(name).dtype for layer in norms for name in STATISTICS} == {torch.float32}
-    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
 
 
 @fused
@@ -89,21 +87,6 @@ def test_gradients_are_those_of_float32_to_the_precision_of_the_narrow_dtype(dty
 
 
 @narrow
-def test_inside_one_autocast_the_second_forward_sees_the_new_weights(dtype):
-    """Autocast keeps narrow copies of weights until it ends: a second forward on those would record old moments."""
-    net = memnorm.convert(small_net(), memory_size=2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    x, old = images(4, seed=0), copy.deepcopy(net[0])
-    with torch.autocast("cpu", dtype=dtype), memnorm.double_forward(net, optimizer):
-        F.cross_entropy(net(x).float(), labels(4, seed=0)).backward()
-        optimizer.step()
-    with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
-        new_mean, old_mean = [conv(x).float().mean((0, 2, 3)) for conv in (net[0], old)]
-    torch.testing.assert_close(net[1].memory_mean[0], new_mean, rtol=0, atol=1e-5)
-    assert (new_mean - old_mean).abs().max() > 1e-3
-
-
-@narrow
 def test_a_step_that_the_scaler_skips_records_nothing_and_the_next_one_does(dtype):
     net = residual_net(torch.float32)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -130,18 +113,56 @@ def scaled_step(net, optimizer, scaler, dtype, seed, overflow=False):
     scaler.update()
 
 
-@pytest.mark.parametrize("amp", [None, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("twice", [False, True], ids=["single", "double-forward"])
-def test_a_training_writes_its_buffers_in_place(amp, twice):
-    net = residual_net(torch.float32)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    if twice:
-        memnorm.double_forward(net, optimizer)
-    before = {name: (buffer, buffer.data_ptr(), buffer.clone()) for name, buffer in net.named_buffers()}
-    for seed in range(STEPS):
-        step(net, optimizer, seed, amp=amp)
-    for name, buffer in net.named_buffers():
-        same, address, value = before[name]
-        assert buffer is same, name
-        assert buffer.data_ptr() == address, name
-        assert name.endswith("strength") or not torch.equal(buffer, value), f"{name} was not written"
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "expanded", "transposed"])
+@pytest.mark.parametrize("rank", [3, 4, 5])
+def test_any_memory_layout_gives_the_numbers_and_the_output_layout_of_batch_norm(rank, layout):
+    shape = {3: (4, 6, 5), 4: (4, 6, 5, 3), 5: (4, 6, 5, 3, 2)}[rank]
+    x = leaf(shape, seed=0).detach()
+    if layout == "channels_last":
+        x = {3: lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)}.get(
+            rank, lambda t: t.to(memory_format=torch.channels_last if rank == 4 else torch.channels_last_3d)
+        )(x)
+    elif layout == "sliced":
+        x = leaf((shape[0], 2 * shape[1], *shape[2:]), seed=0).detach()[:, ::2]
+    elif layout == "expanded":
+        x = leaf((shape[0], shape[1], *shape[2:-1], 1), seed=0).detach().expand(shape)
+    elif layout == "transposed":
+        x = leaf((*shape[:-2], shape[-1], shape[-2]), seed=0).detach().transpose(-1, -2)
+    ours, torchs = twins(shape, strength=0.0)
+    assert_same_output_and_gradients(ours, torchs, x, atol=1e-12)
+    assert ours(x).stride() == torchs(x).stride()
+    assert ours.eval()(x).stride() == torchs.eval()(x).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_narrow_inputs_is_the_wide_one_rounded(dtype):
+    layer, wide = (memnorm.MemorizedBatchNorm2d(3, dtype=d) for d in (dtype, torch.float64))
+    for seed in range(3):
+        layer(leaf((8, 3, 4, 4), seed=seed, dtype=dtype)), wide(leaf((8, 3, 4, 4), seed=seed, dtype=dtype).double())
+    x, probe = leaf((8, 3, 4, 4), seed=7, dtype=dtype), randn(8, 3, 4, 4, seed=8).to(dtype)
+    (ours,) = torch.autograd.grad(layer(x), x, probe)
+    (expected,) = torch.autograd.grad(wide(x.double()), x, probe.double())
+    torch.testing.assert_close(ours.double(), expected.double(), rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("mean", [0.0, 1e3, 1e6])
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0])
+def test_moments_are_exact_to_the_last_digits_of_the_data(layout, mean, spread):
+    x = (mean + spread * randn(16, 4, 32, 32, seed=0)).float().contiguous(memory_format=layout)
+    moments = constant_moments(x)
+    var, average = torch.var_mean(x.double(), [0, 2, 3], correction=0)
+    torch.testing.assert_close(moments.mean.double(), average, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(moments.var.double(), var, rtol=1e-6, atol=0)
+    assert moments.weight == 16 * 32 * 32
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (1, 3), (4, 3, 6), (2, 3, 4, 5), (2, 3, 2, 3, 2)])
+def test_moments_without_a_gradient_are_those_with_one(shape):
+    x = leaf(shape, seed=0)
+    before = x.detach().clone()
+    constant = constant_moments(x)
+    assert not constant.mean.requires_grad
+    assert not constant.var.requires_grad
+    torch.testing.assert_close(tuple(constant), tuple(batch_moments(x)), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(x.detach(), before, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Strength over training time: when it changes, what the layers see of it, and how a schedule resumes."""
+"""The schedule of the strength: when it changes, its effect on the layers, how it resumes, the warning without it."""
 
 import json
 
@@ -14,7 +14,7 @@ from memnorm.functional import memorized_batch_norm
 
 
 def strengths(model):
-    """What the layers hold, as exact floats."""
+    """The strengths of the layers, as exact floats."""
     return [m.strength.item() for m in model.modules() if isinstance(m, memnorm.layers.MemorizedBatchNorm)]
 
 
@@ -29,13 +29,6 @@ def paper(step, total_steps):
     return 0.1 if 10 * step < 4 * total_steps else 0.5 if 10 * step < 6 * total_steps else 0.9
 
 
-@pytest.mark.parametrize(("percent", "value"), [(0, 0.1), (39, 0.1), (40, 0.5), (59, 0.5), (60, 0.9), (100, 0.9)])
-def test_the_default_is_the_papers_schedule(percent, value):
-    model = memnorm.convert(small_net())
-    after(StrengthSchedule(model, 100), percent)
-    assert strengths(model) == [value, value]
-
-
 @pytest.mark.parametrize("total_steps", [100, 10, 7, 5, 3, 2, 1, 78200])
 def test_the_value_changes_at_the_first_step_at_or_after_each_milestone(total_steps):
     layer = memnorm.MemorizedBatchNorm1d(2)
@@ -47,47 +40,12 @@ def test_the_value_changes_at_the_first_step_at_or_after_each_milestone(total_st
     assert seen == [paper(step, total_steps) for step in range(total_steps + 1)]
 
 
-def test_layers_of_every_precision_hold_the_value_in_float64():
-    model = nn.Sequential(memnorm.convert(small_net()), memnorm.convert(small_net()).half())
-    StrengthSchedule(model, 100)
-    assert strengths(model) == [0.1] * 4
-
-
-def test_a_step_sets_the_strength_in_place():
-    model = memnorm.convert(small_net())
-    before = model[1].strength
-    after(StrengthSchedule(model, 10), 10)
-    assert model[1].strength is before
-    assert before.item() == 0.9
-
-
-def test_get_last_strength_is_the_strength_of_the_layers():
-    model = memnorm.convert(small_net())
-    schedule = StrengthSchedule(model, 10)
-    for _ in range(11):
-        assert strengths(model) == [schedule.get_last_strength()] * 2
-        schedule.step()
-
-
-def test_whole_milestones_are_numbers_of_steps():
-    layer = memnorm.MemorizedBatchNorm1d(2)
-    schedule = StrengthSchedule(layer, 100, milestones=(1, 4))
-    assert [after(schedule, 1).get_last_strength() for _ in range(5)] == [0.5, 0.5, 0.5, 0.9, 0.9]
-
-
 @pytest.mark.parametrize(
     ("fraction", "total_steps", "step"), [(0.55, 100, 55), (0.07, 100, 7), (0.29, 100, 29), (0.1 + 0.2, 10, 3)]
 )
 def test_a_fraction_with_a_rounding_error_gives_the_intended_step(fraction, total_steps, step):
     schedule = StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), total_steps, milestones=(fraction,), values=(0.2, 0.7))
     assert schedule.milestones == [step]
-
-
-def test_one_as_a_float_is_the_end_and_one_as_an_int_the_first_step():
-    layer = memnorm.MemorizedBatchNorm1d(2)
-    ends = StrengthSchedule(layer, 10, milestones=(1.0,), values=(0.2, 0.7))
-    begins = StrengthSchedule(layer, 10, milestones=(1,), values=(0.2, 0.7))
-    assert (ends.milestones, begins.milestones) == ([10], [1])
 
 
 def test_a_milestone_at_zero_counts_from_the_start():
@@ -100,12 +58,6 @@ def test_without_milestones_the_strength_is_constant():
     layer = memnorm.MemorizedBatchNorm1d(2)
     after(StrengthSchedule(layer, 10, milestones=(), values=(0.3,)), 10)
     assert layer.strength.item() == 0.3
-
-
-def test_the_last_value_stays_past_the_end():
-    layer = memnorm.MemorizedBatchNorm1d(2)
-    after(StrengthSchedule(layer, 10), 25)
-    assert layer.strength.item() == 0.9
 
 
 def test_a_value_set_by_hand_stays_until_the_next_change():
@@ -129,20 +81,6 @@ def test_a_schedule_resumed_from_json_equals_an_uninterrupted_one(saved_at):
         schedule.step()
         seen.append(layer.strength.item())
     assert seen == [paper(step, 10) for step in range(saved_at, saved_at + 13)]
-
-
-def test_loading_a_state_brings_its_milestones_and_values():
-    saved = StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), 8, milestones=(2,), values=(0.2, 0.8)).state_dict()
-    layer = memnorm.MemorizedBatchNorm1d(2)
-    schedule = StrengthSchedule(layer, 100)
-    schedule.load_state_dict(saved)
-    assert (schedule.total_steps, schedule.milestones, schedule.values) == (8, [2], [0.2, 0.8])
-    assert layer.strength.item() == 0.2
-
-
-def test_the_state_does_not_hold_the_model():
-    schedule = StrengthSchedule(memnorm.convert(small_net()), 10)
-    assert sorted(schedule.state_dict()) == ["last_step", "milestones", "total_steps", "values"]
 
 
 @pytest.mark.parametrize("wrong", [{}, {"last_epoch": 3, "_step_count": 4}], ids=["empty", "of an LR scheduler"])
@@ -178,22 +116,6 @@ def test_the_training_forward_uses_the_changed_strength():
             outputs.append(layer(x))
         torch.testing.assert_close(outputs[-1], expected, rtol=0, atol=1e-12)
     assert (outputs[0] - outputs[2]).abs().max() > 1e-3
-
-
-def test_it_works_together_with_a_learning_rate_scheduler():
-    model = memnorm.convert(small_net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rate = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
-    schedule = StrengthSchedule(model, 5)
-    seen = []
-    for step in range(5):
-        seen.append((rate.get_last_lr()[0], *strengths(model)))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images(4, seed=step)), labels(4, seed=step)).backward()
-        optimizer.step()
-        rate.step()
-        schedule.step()
-    assert seen == [(0.1, 0.1, 0.1), (0.1, 0.1, 0.1), (0.05, 0.5, 0.5), (0.05, 0.9, 0.9), (0.025, 0.9, 0.9)]
 
 
 def test_a_layer_without_statistics_is_skipped():
@@ -234,18 +156,12 @@ def test_arguments_out_of_range_are_errors(total_steps, options, words):
         StrengthSchedule(memnorm.MemorizedBatchNorm1d(2), total_steps, **options)
 
 
-def test_wrong_arguments_do_not_change_the_layers():
-    layer = memnorm.MemorizedBatchNorm1d(2, strength=0.3)
-    with pytest.raises(OptionError):
-        StrengthSchedule(layer, 10, milestones=(0.6, 0.4))
-    assert layer.strength.item() == 0.3
-
-
-def train_with_double_forward(model, *, before_steps=lambda model: None, steps=3):
+def train(model, *, twice, before_steps=lambda model: None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memnorm.double_forward(model, optimizer)
+    if twice:
+        memnorm.double_forward(model, optimizer)
     before_steps(model)
-    for seed in range(steps):
+    for seed in range(3):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images(4, seed=seed)), labels(4, seed=seed)).backward()
         optimizer.step()
@@ -257,24 +173,60 @@ def pretrained_net():
     return model
 
 
-def test_a_constant_strength_warns_once_in_training():
+def load_trained_statistics(model):
+    checkpoint = pretrained_net().state_dict()
+    for name in ("1.num_batches_tracked", "4.num_batches_tracked"):
+        checkpoint[name].fill_(1000)
+    model.load_state_dict(checkpoint)
+
+
+each_scheme = pytest.mark.parametrize("twice", [False, True], ids=["MBN-1", "MBN-2"])
+
+
+@each_scheme
+def test_a_constant_strength_warns_once_at_the_first_step(twice):
     with pytest.warns(memnorm.MemnormWarning, match=r"constant \(0\.5\).*StrengthSchedule\(model, total_st") as seen:
-        train_with_double_forward(memnorm.convert(small_net()))
+        train(memnorm.convert(small_net()), twice=twice)
     assert len(seen) == 1
 
 
+def test_double_forward_warns_of_a_constant_strength_of_layers_that_were_not_converted():
+    with pytest.warns(memnorm.MemnormWarning, match=r"constant \(0\.4\)"):
+        train(small_net(lambda channels: memnorm.MemorizedBatchNorm2d(channels, strength=0.4)), twice=True)
+
+
+SILENT = {
+    "schedule": (lambda: memnorm.convert(small_net()), lambda model: StrengthSchedule(model, 3)),
+    "constant schedule": (
+        lambda: memnorm.convert(small_net()),
+        lambda model: StrengthSchedule(model, 3, milestones=(), values=(0.5,)),
+    ),
+    "small": (lambda: memnorm.convert(small_net(), strength=0.1), lambda model: None),
+    "pretrained": (lambda: memnorm.convert(pretrained_net()), lambda model: None),
+    "loaded": (lambda: memnorm.convert(small_net()), load_trained_statistics),
+    "new layer in a pretrained model": (lambda: memnorm.convert(partly_pretrained()), lambda model: None),
+    "two-way memory": (lambda: memnorm.convert(small_net(), "two_way", warmup=0), lambda model: None),
+    "batch norm": (lambda: memnorm.convert(small_net(), "bn"), lambda model: None),
+}
+
+
+def partly_pretrained():
+    model = pretrained_net()
+    model[4] = nn.BatchNorm2d(4)
+    return model
+
+
 @pytest.mark.filterwarnings("error::memnorm.MemnormWarning")
-@pytest.mark.parametrize(
-    ("build", "before_steps"),
-    [
-        (lambda: memnorm.convert(small_net()), lambda model: StrengthSchedule(model, 3)),
-        (lambda: memnorm.convert(small_net()), lambda model: StrengthSchedule(model, 3, milestones=(), values=(0.5,))),
-        (lambda: memnorm.convert(small_net(), strength=0.1), lambda model: None),
-        (lambda: memnorm.convert(pretrained_net()), lambda model: None),
-        (lambda: memnorm.convert(small_net(), "two_way", warmup=0), lambda model: None),
-        (lambda: memnorm.convert(small_net(), "bn"), lambda model: None),
-    ],
-    ids=["schedule", "constant schedule", "small", "pretrained", "two-way memory", "batch norm"],
-)
-def test_no_warning_of_a_constant_strength(build, before_steps):
-    train_with_double_forward(build(), before_steps=before_steps)
+@each_scheme
+@pytest.mark.parametrize(("build", "before_steps"), SILENT.values(), ids=SILENT)
+def test_no_warning_of_a_constant_strength(build, before_steps, twice):
+    train(build(), twice=twice, before_steps=before_steps)
+
+
+@pytest.mark.filterwarnings("error::memnorm.MemnormWarning")
+def test_steps_of_another_model_give_no_warning():
+    converted = memnorm.convert(small_net())
+    converted(images(4, seed=9))
+    train(small_net(), twice=False)
+    with pytest.raises(memnorm.MemnormWarning, match="constant"):
+        train(converted, twice=False)

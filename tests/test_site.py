@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, and what is broken in it breaks the build."""
+"""The documentation site builds without a warning, and every broken part fails the build."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ def build(docs: Path, site: Path) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def docs(tmp_path):
-    """A copy of what the site is made of."""
+    """A copy of the sources of the site."""
     for name in ("docs", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "CHANGELOG.md", tmp_path)

@@ -171,7 +171,7 @@ NOTES = {
     "GroupNorm": (lambda: nn.GroupNorm(1, 3), "not a batch norm"),
     "frozen": (
         lambda: FrozenBatchNorm2d(3),
-        "skipped: FrozenBatchNorm2d is not torch's batch norm: frozen statistics, or its own forward",
+        'skipped: frozen; convert(model, frozen="convert") makes it trainable',
     ),
     "lazy": (nn.LazyBatchNorm2d, "skipped: lazy; run one batch through the model first"),
     "fresh": (lambda: memnorm.MemorizedBatchNorm2d(3), "remembers 0 of 20 batches, decay 0.9, strength 0.5"),

@@ -5,9 +5,11 @@ Values come from the layer itself on numbers of Python's generator, in float64; 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import matplotlib as mpl
@@ -20,32 +22,29 @@ BLUE, ORANGE, GREY = "#2a78d6", "#e07b39", "#808080"  # legible on light and on 
 STEPS, MEMORY, DECAY, STRENGTH = 60, 20, 0.9, 0.9
 
 
-def render() -> str:
-    style = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "memnorm",
-        "font.family": "sans-serif",
-        "font.size": 9,
-        "text.color": GREY,
-        "axes.edgecolor": GREY,
-        "axes.labelcolor": GREY,
-        "xtick.color": GREY,
-        "ytick.color": GREY,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
+@contextlib.contextmanager
+def drawing(width: float, height: float) -> Iterator[tuple[Figure, Callable[[], str]]]:
+    """A figure to draw in, and a function that returns it as SVG afterwards."""
+    style = {"svg.fonttype": "none", "svg.hashsalt": "memnorm", "font.family": "sans-serif", "font.size": 9}
+    style |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), GREY)
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    file = io.StringIO()
     with mpl.rc_context(style):
-        figure = Figure(figsize=(8, 3), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, lambda: "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+
+
+def render() -> str:
+    with drawing(8, 3) as (figure, made):
         weights, means = figure.subplots(1, 2, width_ratios=(2, 3))
         draw_weights(weights)
         draw_means(means)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+    return made()
 
 
 def draw_weights(axes: Any) -> None:
-    """Of the current batch (age 0) and of those before it, for the three strengths of the schedule."""
+    """The weights of the current batch (age 0) and of those before it, for the three strengths of the schedule."""
     ages = range(1, MEMORY + 1)
     axes.bar([0], [1], color=ORANGE, width=0.8)
     for strength, alpha in ((0.9, 0.35), (0.5, 0.6), (0.1, 1.0)):

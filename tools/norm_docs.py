@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from performance import table
+
 from memnorm import norms
 from memnorm.lab.significance import Sample, difference
 from memnorm.lab.spec import arm_name
@@ -20,34 +22,15 @@ def cost_of(costs: Mapping[str, Any], name: str, what: str) -> Mapping[str, floa
     return costs["costs"][f"{model}/{name}"][what]
 
 
-def overview(costs: Mapping[str, Any]) -> str:
-    """docs/norms/README.md."""
-    header = "| norm | train | eval | batch 1 | keeps BN weights | folds | Double-Forward | learning rate | state |"
-    lines = [
-        "# Norms",
-        "",
-        "What `memnorm.convert(model, name)` can put in place of batch norm. This page is made of the registry and of",
-        "`results/norm-costs.json` by `tools/docs.py`. A card each: "
-        + ", ".join(f"[{name}]({name}.md)" for name in norms.available())
-        + ".",
-        "",
-        header,
-        "|---" * (header.count("|") - 1) + "|",
-        *(f"| {' | '.join(_row(name, costs))} |" for name in norms.available()),
-        "",
-        "**train, eval**: time of a training step and of a forward in eval mode as multiples of BN's;",
-        f"{about(costs)}.",
-        "**batch 1**: *any* trains on a single value per channel, *images* needs more than one pixel. **keeps BN",
-        "weights**: a pretrained BN model evaluates the same after conversion. **folds**: in eval it is a fixed affine",
-        "map per channel, which a convolution can absorb. **learning rate**: what its authors",
-        "recommend. AdaBN is `memnorm.adapt`.",
-        "",
-        "| norm | paper |",
-        "|---|---|",
-        *(f"| `{name}` | {norms.get(name).paper} |" for name in norms.available()),
-        "",
-    ]
-    return "\n".join(lines)
+def parts(costs: Mapping[str, Any]) -> dict[str, str]:
+    """The generated parts of docs/norms/README.md."""
+    head = ["norm", "train", "eval", "batch 1", "keeps BN weights", "folds", "Double-Forward", "learning rate", "state"]
+    return {
+        "cards": ", ".join(f"[{name}]({name}.md)" for name in norms.available()) + ".",
+        "norms": table(head, [_row(name, costs) for name in norms.available()]),
+        "costs": about(costs),
+        "papers": table(["norm", "paper"], [(f"`{name}`", norms.get(name).paper) for name in norms.available()]),
+    }
 
 
 def _row(name: str, costs: Mapping[str, Any]) -> list[str]:
@@ -91,17 +74,17 @@ def measured(name: str, costs: Mapping[str, Any], errors: Mapping[int, Errors]) 
     ]
     arms = [arm_name(name, scheme) for scheme in ("single", "double")]
     for steps, found in errors.items():
-        lines += [f"Digits, batch size 4, {steps:,} steps: {beside_bn(arm, found)}." for arm in arms if arm in found]
+        lines += [f"Digits, batch size 4, {steps:,} steps: {against_bn(arm, found)}." for arm in arms if arm in found]
     if len(lines) > 1:
         lines.append("(Learning rate 0.1 or 0.01, whichever did better on held-out training images.)")
     return "\n".join(lines)
 
 
-def beside_bn(arm: str, errors: Errors) -> str:
+def against_bn(arm: str, errors: Errors) -> str:
     text = f"{arm} {Sample(list(errors[arm].values())).text} % test error"
     if arm == "BN":
         return text
     gap = difference(errors[arm], errors["BN"])
     interval = gap.interval()
-    beside = f", 95 % interval {interval[0]:+.2f} to {interval[1]:+.2f}" if interval else ""
-    return f"{text}; {gap.mean:+.2f} against BN{beside}"
+    span = f", 95 % interval {interval[0]:+.2f} to {interval[1]:+.2f}" if interval else ""
+    return f"{text}; {gap.mean:+.2f} against BN{span}"

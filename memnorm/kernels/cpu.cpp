@@ -30,7 +30,7 @@ PyObject *none() {
 PyObject *refused() { return PyErr_Clear(), none(); }
 
 // Call work<T, S> for the kind of data; without memory, set Python's error.
-template <class Work> bool by_kind(int64_t kind, Work work) {
+template <class Work> bool by_kind(int kind, Work work) {
     try {
         if (kind == FLOAT32)
             work(float(), float());
@@ -45,49 +45,45 @@ template <class Work> bool by_kind(int64_t kind, Work work) {
     }
 }
 
-int64_t kind_of(PyObject *tensor) {
-    Ref dtype = attribute(tensor, torch.dtype);
-    for (int64_t kind = 0; kind < 3; kind++)
-        if (dtype.object == torch.dtypes[kind]) return kind;
-    return -1;
-}
-
 bool among(PyObject *ranks, Py_ssize_t rank) {
     for (Py_ssize_t i = 0; i < PyTuple_Size(ranks); i++)
         if (PyLong_AsSsize_t(PyTuple_GetItem(ranks, i)) == rank) return true;
     return false;
 }
 
-// Data of a layer: x and tensors of its shape, parameters of its channels.
+// Data of a layer: x of (N, C, …), tensors of its shape, parameters of its channels.
 struct Data {
-    int64_t kind;
-    Layout layout;
-    void *x;
+    View x;
+    int64_t n = 0, c = 0, l = 0;
+    bool planes = false, dense = false;
 
-    explicit Data(PyObject *tensor)
-        : kind(is_plain(tensor) ? kind_of(tensor) : -1), layout(tensor), x(kind < 0 ? nullptr : address(tensor)) {}
-    bool fits() const { return x && layout.known && layout.c > 0 && layout.n * layout.l > 0; }
-    bool wide() const { return kind == FLOAT64; }
+    explicit Data(PyObject *tensor) : x(View::plain(tensor)) {
+        if (x.kind > BFLOAT16 || !x.data || x.rank < 2) return;
+        n = x.shape[0], c = x.shape[1], l = x.spatial();
+        bool contiguous = x.is_contiguous();
+        planes = contiguous && c > 1 && l > 1;
+        // Rows of channels for images and volumes only: torch's batch norm copies a series into contiguous memory.
+        dense = contiguous || (x.rank > 3 && x.is_rows());
+    }
+    bool fits() const { return dense && n * c * l > 0; }
+    bool wide() const { return x.kind == FLOAT64; }
     int64_t width() const { return wide() ? 8 : 4; }  // of a statistic, in bytes
-    int64_t bytes() const { return layout.n * layout.c * layout.l * (kind == FLOAT64 ? 8 : kind == FLOAT32 ? 4 : 2); }
-    int64_t saved_bytes() const { return (6 * layout.c + 1) * width(); }
+    int64_t saved_bytes() const { return (6 * c + 1) * width(); }
 
     // The address of a tensor of x's shape, kind and layout; null for None; `ok` becomes false for another tensor.
-    void *matching(PyObject *other, bool &ok) const {
-        if (other == Py_None) return nullptr;
-        bool fits = is_plain(other) && kind_of(other) == kind && layout.has_shape_of(other) &&
-            layout.matches(other);
-        void *found = fits ? address(other) : nullptr;
-        ok = ok && found;
-        return found;
+    void *matching(PyObject *tensor, bool &ok) const {
+        if (tensor == Py_None) return nullptr;
+        View other = View::plain(tensor);
+        ok = ok && other.kind == x.kind && other.data && other.has_shape_of(x) &&
+            (x.is_contiguous() ? other.is_contiguous() : other.has_strides_of(x));
+        return ok ? other.data : nullptr;
     }
     // The address of a parameter.
     void *vector(PyObject *parameter, bool &ok) const {
         if (parameter == Py_None) return nullptr;
-        bool fits = is_vector(parameter, torch.dtypes[wide()], layout.c * width());
-        void *found = fits ? address(parameter) : nullptr;
-        ok = ok && found;
-        return found;
+        View view = View::plain(parameter);
+        ok = ok && view.is_vector(wide() ? FLOAT64 : FLOAT32, c) && view.data;
+        return ok ? view.data : nullptr;
     }
 };
 
@@ -96,7 +92,7 @@ struct Call {
     static constexpr Py_ssize_t ARGUMENTS = 7;
     Data data;
     bool ok = true, relu;
-    void *weight, *bias, *residual;
+    void *weight, *bias, *residual, *out = nullptr;
     double eps;
     int64_t threads;
     Ref y{nullptr}, saved{nullptr};
@@ -112,20 +108,20 @@ struct Call {
         threads = PyLong_AsLongLong(args[6]);
     }
     bool allocate(PyObject *x) {
-        y.object = empty_like(x, data.bytes());
+        y.object = empty_like(x, data.x.bytes(), out);
         saved.object = PyByteArray_FromStringAndSize(nullptr, data.saved_bytes());
         return y && saved;
     }
     template <class T, class S> Forward<T, S> job() const {
         Forward<T, S> job;
-        job.n = data.layout.n, job.c = data.layout.c, job.l = data.layout.l;
-        job.x = static_cast<const T *>(data.x);
+        job.n = data.n, job.c = data.c, job.l = data.l;
+        job.x = static_cast<const T *>(data.x.data);
         job.weight = static_cast<const S *>(weight);
         job.bias = static_cast<const S *>(bias);
         job.residual = static_cast<const T *>(residual);
         job.relu = relu;
         job.eps = eps;
-        job.y = static_cast<T *>(address(y.object));
+        job.y = static_cast<T *>(out);
         // What backward reads in addition to x: six vectors and the memory's weight.
         job.saved_mean = reinterpret_cast<S *>(PyByteArray_AsString(saved.object));
         job.saved_var = job.saved_mean + job.c;
@@ -137,7 +133,7 @@ struct Call {
     }
     template <class T, class S> void run_forward(Forward<T, S> &job, double memory_weight) const {
         job.memory_weight = job.batch_var[job.c] = S(memory_weight);
-        run(job, data.layout.planes, threads);
+        run(job, data.planes, threads);
     }
 };
 
@@ -152,7 +148,7 @@ PyObject *py_forward(PyObject *, PyObject *const *args, Py_ssize_t given) {
     double weight = PyFloat_AsDouble(memory[2]);
     if (!call.ok || !mean || !var || PyErr_Occurred()) return refused();
     if (!call.allocate(args[0])) return nullptr;
-    bool run = by_kind(call.data.kind, [&](auto t, auto s) {
+    bool run = by_kind(call.data.x.kind, [&](auto t, auto s) {
         auto job = call.job<decltype(t), decltype(s)>();
         using S = decltype(s);
         job.memory_mean = static_cast<const S *>(mean);
@@ -173,18 +169,18 @@ PyObject *py_train(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!PyTuple_Check(ranks) || !PyDict_Check(buffers)) return PyErr_Format(PyExc_TypeError, "expected a dictionary and a tuple");
     if (!unobserved() || !runs_once()) return refused();
     Call call(args);
-    const Layout &layout = call.data.layout;
+    const Data &data = call.data;
     // An inference tensor cannot be saved for backward: that must fail before anything is recorded.
     for (PyObject *saved : {args[0], args[1]})
         if (saved != Py_None && is_true(::call(saved, torch.is_inference)) && is_true(ask(torch.grad_enabled))) return refused();
-    if (!call.ok || call.data.wide() != state->wide || layout.c != state->c || layout.n * layout.l < 2 ||
-        !among(ranks, PyTuple_Size(layout.shape.object)) || !state->holds(handle, buffers))
+    if (!call.ok || data.wide() != state->wide || data.c != state->c || data.n * data.l < 2 || !among(ranks, data.x.rank) ||
+        !state->holds(handle, buffers))
         return refused();
     bool recording = layer[3] == Py_True, prior_always = layer[6] == Py_True, evenly = layer[7] == Py_True;
     double decay = PyFloat_AsDouble(layer[4]), prior_weight = PyFloat_AsDouble(layer[5]);
     if (PyErr_Occurred() || !call.allocate(args[0])) return nullptr;
     double strength = *state->at<double>(STRENGTH);
-    bool run = by_kind(call.data.kind, [&](auto t, auto s) {
+    bool run = by_kind(call.data.x.kind, [&](auto t, auto s) {
         auto job = call.job<decltype(t), decltype(s)>();
         auto memory = state->memory<decltype(s)>();
         memory.decay = decay, memory.prior_weight = prior_weight, memory.prior_always = prior_always, memory.evenly = evenly;
@@ -204,28 +200,28 @@ PyObject *py_record(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!introduced() || !arity(given, 8)) return nullptr;
     const State *state = State::of(args[0]);
     if (!state) return nullptr;
-    PyObject *dtype = torch.dtypes[state->wide];
-    int64_t bytes = state->c * (state->wide ? 8 : 4);
-    bool usable = unobserved() && state->holds(args[0], MEAN, BACKWARD_MEAN) && is_vector(args[1], dtype, bytes) && is_vector(args[2], dtype, bytes);
-    void *mean = usable ? address(args[1]) : nullptr, *var = mean ? address(args[2]) : nullptr;
-    if (!var) return PyErr_Clear(), PyBool_FromLong(0);
+    int kind = state->wide ? FLOAT64 : FLOAT32;
+    View mean = View::plain(args[1]), var = View::plain(args[2]);
+    bool usable = unobserved() && state->holds(args[0], MEAN, BACKWARD_MEAN) && mean.is_vector(kind, state->c) &&
+        var.is_vector(kind, state->c) && mean.data && var.data;
+    if (!usable) return PyErr_Clear(), PyBool_FromLong(0);
     double count = PyFloat_AsDouble(args[3]), decay = PyFloat_AsDouble(args[4]), prior_weight = PyFloat_AsDouble(args[5]);
     if (PyErr_Occurred()) return nullptr;
-    bool run = by_kind(state->wide ? FLOAT64 : FLOAT32, [&](auto, auto s) {
+    bool run = by_kind(kind, [&](auto, auto s) {
         using S = decltype(s);
         auto memory = state->memory<S>();
         memory.decay = decay, memory.prior_weight = prior_weight;
         memory.prior_always = args[6] == Py_True, memory.evenly = args[7] == Py_True;
-        record(memory, static_cast<const S *>(mean), static_cast<const S *>(var), count);
+        record(memory, static_cast<const S *>(mean.data), static_cast<const S *>(var.data), count);
     });
     if (!run || !mark_written(args[0], MEAN, state->slots ? BACKWARD_MEAN : SLOT_MEANS)) return nullptr;
     return PyBool_FromLong(1);
 }
 
 // A tensor for a gradient that is wanted; None for another.
-PyObject *gradient_of(PyObject *tensor, int64_t bytes, PyObject *wanted, Py_ssize_t argument) {
+PyObject *gradient_of(PyObject *tensor, int64_t bytes, PyObject *wanted, Py_ssize_t argument, void *&data) {
     if (PyTuple_GetItem(wanted, argument) != Py_True || tensor == Py_None) return none();
-    return empty_like(tensor, bytes);
+    return empty_like(tensor, bytes, data);
 }
 
 // The gradients of (x, weight, bias, residual) that `wanted` names, and None for autograd's last argument.
@@ -241,32 +237,32 @@ PyObject *py_backward(PyObject *, PyObject *const *args, Py_ssize_t given) {
     void *g = data.matching(args[1], ok), *y = ok ? data.matching(args[2], ok) : nullptr;
     void *gain = ok ? data.vector(weight, ok) : nullptr;
     const State *state = remembers ? State::of(handle) : nullptr;
-    if (!ok || !g || (remembers && (!state || state->wide != data.wide() || state->c != data.layout.c || !state->at<void>(BACKWARD_MEAN) ||
+    if (!ok || !g || (remembers && (!state || state->wide != data.wide() || state->c != data.c || !state->at<void>(BACKWARD_MEAN) ||
         !state->holds(handle, BACKWARD_MEAN, BUFFERS) || !state->holds(handle, STRENGTH, STRENGTH + 1))))
         return refused();
     if (weight == Py_None && PyTuple_GetItem(wanted, 2) == Py_True) return refused();  // a bias alone
     Ref results(PyTuple_New(5));
+    void *gradients[5] = {};
     for (Py_ssize_t i = 0; results && i < 5; i++) {
         bool of_data = i == 0 || i == 3;
-        int64_t bytes = of_data ? data.bytes() : data.layout.c * data.width();
-        PyObject *one = i < 4 ? gradient_of(of_data ? x : weight, bytes, wanted, i) : none();
+        int64_t bytes = of_data ? data.x.bytes() : data.c * data.width();
+        PyObject *one = i < 4 ? gradient_of(of_data ? x : weight, bytes, wanted, i, gradients[i]) : none();
         if (!one || PyTuple_SetItem(results.object, i, one)) return nullptr;
     }
     if (!results) return nullptr;
-    bool run = by_kind(data.kind, [&](auto t, auto s) {
+    bool run = by_kind(data.x.kind, [&](auto t, auto s) {
         using T = decltype(t);
         using S = decltype(s);
         Backward<T, S> job;
-        auto result = [&](Py_ssize_t i) { return address(PyTuple_GetItem(results.object, i)); };
-        job.n = data.layout.n, job.c = data.layout.c, job.l = data.layout.l;
+        job.n = data.n, job.c = data.c, job.l = data.l;
         job.g = static_cast<const T *>(g);
         job.y = static_cast<const T *>(y);
-        job.x = static_cast<const T *>(data.x);
+        job.x = static_cast<const T *>(data.x.data);
         job.weight = static_cast<const S *>(gain);
-        job.dx = static_cast<T *>(result(0));
-        job.grad_weight = static_cast<S *>(result(1));
-        job.grad_bias = static_cast<S *>(result(2));
-        job.d_residual = static_cast<T *>(result(3));
+        job.dx = static_cast<T *>(gradients[0]);
+        job.grad_weight = static_cast<S *>(gradients[1]);
+        job.grad_bias = static_cast<S *>(gradients[2]);
+        job.d_residual = static_cast<T *>(gradients[3]);
         std::vector<S> scratch(std::size_t(5 * job.c));
         job.scale = scratch.data();
         job.slope = job.scale + job.c;
@@ -278,12 +274,12 @@ PyObject *py_backward(PyObject *, PyObject *const *args, Py_ssize_t given) {
         job.hat_inv = numbers + 3 * job.c;
         job.memory_weight = numbers[6 * job.c];
         Unlocked unlocked;
-        if (!remembers) return ::run(job, data.layout.planes, threads);
+        if (!remembers) return ::run(job, data.planes, threads);
         auto memory = state->backward_memory<S>(reading, recording);
         job.past_mean = memory.mean;
         job.past_product = memory.product;
         job.memory_weight = memory.read_weight();
-        ::run(job, data.layout.planes, threads);
+        ::run(job, data.planes, threads);
         if (recording) record_backward(memory, job.c, job.grad_bias, job.grad_weight, job.count());
     });
     if (!run) return nullptr;
@@ -310,19 +306,16 @@ PyObject *py_center(PyObject *, PyObject *const *args, Py_ssize_t given) {
     PyObject *otherwise = args[0], *weight = args[1];
     Ref gradient = attribute(weight, torch.grad);
     if (!gradient) return nullptr;
-    bool usual = gradient.object != Py_None && is_plain(gradient.object) &&
-        !is_true(attribute(gradient.object, torch.requires_grad));
-    int64_t kind = usual ? kind_of(gradient.object) : -1;
-    Layout layout(usual ? gradient.object : weight);
-    void *data = (kind == FLOAT32 || kind == FLOAT64) && layout.known && layout.n > 0 ? address(gradient.object) : nullptr;
-    if (!data) {
+    Data data(gradient.object);
+    bool usual = data.fits() && data.x.kind != BFLOAT16 && !is_true(attribute(gradient.object, torch.requires_grad));
+    if (!usual) {
         PyErr_Clear();
         return PyObject_CallFunctionObjArgs(otherwise, weight, nullptr);
     }
-    if (kind == FLOAT64)
-        center(layout.n, layout.c * layout.l, static_cast<double *>(data));
+    if (data.wide())
+        center(data.n, data.c * data.l, static_cast<double *>(data.x.data));
     else
-        center(layout.n, layout.c * layout.l, static_cast<float *>(data));
+        center(data.n, data.c * data.l, static_cast<float *>(data.x.data));
     Ref written(PyTuple_Pack(1, gradient.object));
     if (!written || !Ref(PyObject_CallFunctionObjArgs(torch.increment_version, written.object, nullptr))) return nullptr;
     return none();

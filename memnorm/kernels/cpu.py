@@ -26,6 +26,7 @@ _STATISTICS = {torch.float32: torch.float32, torch.float64: torch.float64}
 _STATISTICS |= {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 _OBSERVERS = (_C._are_functorch_transforms_active, _C._len_torch_dispatch_stack, _C._is_tracing)
 _PLAIN = (Tensor, nn.Parameter)
+_EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # newer than torch 2.8
 
 
 @functools.cache
@@ -35,15 +36,7 @@ def module() -> Any:
         return None
     try:
         found = importlib.import_module("memnorm.kernels._cpu")
-        found.introduce(
-            *(Tensor, nn.Parameter, *_DTYPES, torch.int64, torch.empty_like, _C._increment_version),
-            *(_OBSERVERS, forward_ad, torch.is_grad_enabled, _C._is_fwd_grad_enabled),
-            *(
-                _C._current_graph_task_id,
-                _C._autograd._top_saved_tensors_default_hooks,
-                torch.is_inference_mode_enabled,
-            ),
-        )
+        introduce_torch(found, _EXCHANGE)
         return found
     except ImportError as error:
         warn(
@@ -51,6 +44,16 @@ def module() -> Any:
             "Install memnorm on a machine with a C++ compiler, or set MEMNORM_KERNELS=off to hide this."
         )
         return None
+
+
+def introduce_torch(compiled: Any, exchange: Any) -> None:
+    """Give the compiled module the objects of torch that it uses. Without `exchange` it reads tensors by attributes."""
+    functions = (torch.is_grad_enabled, _C._is_fwd_grad_enabled, _C._current_graph_task_id)
+    hooks = _C._autograd._top_saved_tensors_default_hooks
+    compiled.introduce(
+        *(Tensor, nn.Parameter, *_DTYPES, torch.int64, torch.empty_like, _C._increment_version),
+        *(_OBSERVERS, forward_ad, *functions, hooks, torch.is_inference_mode_enabled, exchange),
+    )
 
 
 def description() -> str:

@@ -8,7 +8,6 @@
 
 namespace {
 
-enum Kind { FLOAT32, FLOAT64, BFLOAT16 };
 enum Buffer { STRENGTH, MEAN, VAR, WEIGHT, BATCHES, SLOT_MEANS, SLOT_VARS, SLOT_COUNTS, BACKWARD_MEAN, BACKWARD_PRODUCT,
     BACKWARD_WEIGHT, BUFFERS };
 
@@ -39,7 +38,7 @@ struct State {
     // True if these buffers of the handle are still at their addresses.
     bool holds(PyObject *handle, int first, int end) const {
         for (int i = first; i < end; i++)
-            if (addresses[i] && address(PyTuple_GetItem(handle, i)) != addresses[i]) return false;
+            if (addresses[i] && View(PyTuple_GetItem(handle, i)).data != addresses[i]) return false;
         return true;
     }
     // True if these are the layer's buffers of forward, still at their addresses.
@@ -48,21 +47,20 @@ struct State {
             if (PyDict_GetItem(buffers, name(i)) != PyTuple_GetItem(handle, i)) return false;
         // A slot buffer that was cut in place keeps its address.
         return holds(handle, 0, BACKWARD_MEAN) &&
-            (!slots || bytes_of(PyTuple_GetItem(handle, SLOT_COUNTS)) == slots * (wide ? 8 : 4));
+            (!slots || View(PyTuple_GetItem(handle, SLOT_COUNTS)).numel() == slots);
     }
 
     // Check the buffers of a layer and fill in their addresses.
     bool check(PyObject *const *tensors) {
-        wide = has_dtype(tensors[MEAN], torch.dtypes[FLOAT64]);
-        int64_t size = wide ? 8 : 4;
-        c = bytes_of(tensors[MEAN]) / size, slots = bytes_of(tensors[SLOT_COUNTS]) / size;
+        View mean = View::plain(tensors[MEAN]);
+        wide = mean.kind == FLOAT64, c = mean.numel(), slots = View::plain(tensors[SLOT_COUNTS]).numel();
         int64_t counts[BUFFERS] = {1, c, c, 1, 1, slots * c, slots * c, slots, c, c, 1};
         bool remembers_backward = tensors[BACKWARD_MEAN] != Py_None;
         for (int i = 0; i < (remembers_backward ? BUFFERS : BACKWARD_MEAN); i++) {
-            PyObject *dtype = i == STRENGTH ? torch.dtypes[FLOAT64] : i == BATCHES ? torch.int64 : torch.dtypes[wide];
-            if (!is_vector(tensors[i], dtype, counts[i] * (i == STRENGTH || i == BATCHES ? 8 : size))) return false;
-            if (is_true(call(tensors[i], torch.is_inference))) return false;
-            if (counts[i] && !(addresses[i] = address(tensors[i]))) return false;
+            View view = View::plain(tensors[i]);
+            int kind = i == STRENGTH ? FLOAT64 : i == BATCHES ? INT64 : wide ? FLOAT64 : FLOAT32;
+            if (!view.is_vector(kind, counts[i]) || is_true(call(tensors[i], torch.is_inference))) return false;
+            if (counts[i] && !(addresses[i] = view.data)) return false;
         }
         return c > 0;
     }

@@ -7,6 +7,7 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <cstring>
 
 // A reference that is released at the end of the scope.
 struct Ref {
@@ -24,35 +25,57 @@ struct Ref {
     explicit operator bool() const { return object != nullptr; }
 };
 
+// What torch tells of a tensor through DLPack, and the table of functions in which it offers this. The layout of both is
+// fixed by version 1 of DLPack's binary interface.
+struct Description {
+    void *data;
+    int32_t device, device_number, rank;
+    uint8_t code, bits;
+    uint16_t lanes;
+    const int64_t *shape, *strides;
+    uint64_t offset;
+};
+struct Exchange {
+    uint32_t version, minor_version;
+    void *older, *allocate, *to_owner, *from_owner;
+    int (*describe)(PyObject *tensor, Description *found);  // -1 with Python's error set if it cannot
+};
+
 // Objects and attribute names of torch; `introduce` fills them in.
 struct Torch {
-    PyObject *tensor, *parameter, *dtypes[3];  // float32, float64, bfloat16
-    PyObject *int64, *empty_like, *increment_version;
+    PyObject *tensor, *parameter, *dtypes[4];  // in the order of Kind
+    PyObject *empty_like, *increment_version;
     PyObject *observers;   // functions that return a true value while something else than autograd sees operations
     PyObject *forward_ad;  // the module that holds the level of forward-mode AD
     PyObject *grad_enabled, *forward_grad_enabled, *running_backward, *saved_hooks, *inference_mode;  // functions
-    PyObject *data_ptr, *shape, *dtype, *is_cpu, *is_neg, *is_contiguous, *stride, *nbytes, *current_level;  // names
-    PyObject *grad, *requires_grad, *is_inference, *detach;
+    PyObject *exchange;    // a capsule with the table above; None in versions of torch without it
+    PyObject *data_ptr, *shape, *dtype, *is_cpu, *is_neg, *stride, *current_level, *grad, *requires_grad, *is_inference, *detach;  // names
 };
 static Torch torch;
-constexpr Py_ssize_t INTRODUCED = 15;
+static const Exchange *exchange;
+constexpr Py_ssize_t INTRODUCED = 16;
 
 inline bool introduce(PyObject *const *given) {
     PyObject **objects[INTRODUCED] = {&torch.tensor, &torch.parameter, &torch.dtypes[0], &torch.dtypes[1],
-        &torch.dtypes[2], &torch.int64, &torch.empty_like, &torch.increment_version, &torch.observers, &torch.forward_ad,
+        &torch.dtypes[2], &torch.dtypes[3], &torch.empty_like, &torch.increment_version, &torch.observers, &torch.forward_ad,
         &torch.grad_enabled, &torch.forward_grad_enabled, &torch.running_backward, &torch.saved_hooks,
-        &torch.inference_mode};
+        &torch.inference_mode, &torch.exchange};
     for (auto *object : objects) {
         Py_INCREF(*given);
         *object = *given++;
     }
-    const char *words[] = {"data_ptr", "shape", "dtype", "is_cpu", "is_neg", "is_contiguous", "stride", "nbytes",
-        "_current_level", "grad", "requires_grad", "is_inference", "detach"};
-    PyObject **names[] = {&torch.data_ptr, &torch.shape, &torch.dtype, &torch.is_cpu, &torch.is_neg,
-        &torch.is_contiguous, &torch.stride, &torch.nbytes, &torch.current_level, &torch.grad, &torch.requires_grad,
-        &torch.is_inference, &torch.detach};
+    const char *words[] = {"data_ptr", "shape", "dtype", "is_cpu", "is_neg", "stride", "_current_level", "grad",
+        "requires_grad", "is_inference", "detach"};
+    PyObject **names[] = {&torch.data_ptr, &torch.shape, &torch.dtype, &torch.is_cpu, &torch.is_neg, &torch.stride,
+        &torch.current_level, &torch.grad, &torch.requires_grad, &torch.is_inference, &torch.detach};
     for (std::size_t i = 0; i < sizeof(words) / sizeof(*words); i++)
         if (!(*names[i] = PyUnicode_InternFromString(words[i]))) return false;
+    exchange = nullptr;
+    if (torch.exchange != Py_None) {
+        auto *table = static_cast<const Exchange *>(PyCapsule_GetPointer(torch.exchange, "dlpack_exchange_api"));
+        if (!table) return false;
+        if (table->version == 1 && table->describe) exchange = table;
+    }
     return true;
 }
 
@@ -86,80 +109,88 @@ inline bool runs_once() {
     return hooks.object == Py_None;
 }
 
-// The address of a tensor's first value; null for None, and null with Python's error set if there is no address.
-inline void *address(PyObject *tensor) {
-    if (tensor == Py_None) return nullptr;
-    Ref number = call(tensor, torch.data_ptr);
-    return number ? PyLong_AsVoidPtr(number.object) : nullptr;
-}
+enum Kind { FLOAT32, FLOAT64, BFLOAT16, INT64, OTHER };
+inline int64_t size_of(int kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 8; }
 
-inline bool has_dtype(PyObject *tensor, PyObject *dtype) { return attribute(tensor, torch.dtype).object == dtype; }
+// A tensor's address, kind and layout. One that is not in CPU memory, or not strided, has kind OTHER.
+struct View {
+    static constexpr int MOST = 64;  // dimensions, as in torch's own operations
+    void *data = nullptr;
+    int kind = OTHER, rank = 0;
+    int64_t shape[MOST], strides[MOST];
 
-// True for a tensor of torch's own classes in CPU memory without a pending negation. One that is not strided has no
-// address.
-inline bool is_plain(PyObject *tensor) {
-    PyObject *type = reinterpret_cast<PyObject *>(Py_TYPE(tensor));
-    return (type == torch.tensor || type == torch.parameter) && is_true(attribute(tensor, torch.is_cpu)) &&
-        !is_true(call(tensor, torch.is_neg));
-}
+    View() = default;
+    explicit View(PyObject *tensor) {
+        if (!(exchange ? described(tensor) : read(tensor))) PyErr_Clear(), kind = OTHER, data = nullptr;
+    }
+    // The view of a tensor of torch's own classes without a pending negation. Other objects have kind OTHER.
+    static View plain(PyObject *tensor) {
+        PyObject *type = reinterpret_cast<PyObject *>(Py_TYPE(tensor));
+        bool usual = (type == torch.tensor || type == torch.parameter) && !is_true(call(tensor, torch.is_neg));
+        return usual ? View(tensor) : View();
+    }
+    int64_t numel() const {
+        int64_t count = 1;
+        for (int i = 0; i < rank; i++) count *= shape[i];
+        return count;
+    }
+    int64_t bytes() const { return numel() * size_of(kind); }
+    bool is_contiguous() const { return contiguous_from(0, rank - 1, 1); }
+    // True if the values lie as rows of channels.
+    bool is_rows() const { return rank > 2 && strides[1] == 1 && contiguous_from(2, rank - 1, shape[1], true) && strides[0] == shape[1] * spatial(); }
+    int64_t spatial() const {
+        int64_t count = 1;
+        for (int i = 2; i < rank; i++) count *= shape[i];
+        return count;
+    }
+    bool is_vector(int wanted, int64_t count) const { return kind == wanted && numel() == count && is_contiguous(); }
+    bool has_shape_of(const View &other) const { return rank == other.rank && !std::memcmp(shape, other.shape, sizeof(*shape) * std::size_t(rank)); }
+    bool has_strides_of(const View &other) const { return !std::memcmp(strides, other.strides, sizeof(*strides) * std::size_t(rank)); }
 
-inline int64_t bytes_of(PyObject *tensor) {
-    Ref size = attribute(tensor, torch.nbytes);
-    return size ? PyLong_AsLongLong(size.object) : -1;
-}
-
-// True for a contiguous plain tensor of this dtype and size.
-inline bool is_vector(PyObject *tensor, PyObject *dtype, int64_t bytes) {
-    return is_plain(tensor) && has_dtype(tensor, dtype) && bytes_of(tensor) == bytes && is_true(call(tensor, torch.is_contiguous));
-}
+private:
+    // True if the dimensions [first, last] lie without gaps, the last with this stride. The stride of a dimension of
+    // one does not matter, unless `exactly`.
+    bool contiguous_from(int first, int last, int64_t stride, bool exactly = false) const {
+        for (int i = last; i >= first; stride *= shape[i--])
+            if ((exactly || shape[i] != 1) && strides[i] != stride) return false;
+        return true;
+    }
+    bool described(PyObject *tensor) {
+        Description found;
+        constexpr int CPU = 1;
+        if (exchange->describe(tensor, &found) || found.device != CPU || found.rank > MOST || found.lanes != 1) return false;
+        constexpr int INTEGER = 0, FLOAT = 2, BFLOAT = 4;
+        bool real = found.code == FLOAT;
+        kind = real && found.bits == 32 ? FLOAT32 : real && found.bits == 64 ? FLOAT64
+            : found.code == BFLOAT ? BFLOAT16 : found.code == INTEGER && found.bits == 64 ? INT64 : OTHER;
+        data = found.data, rank = found.rank;
+        std::memcpy(shape, found.shape, sizeof(*shape) * std::size_t(rank));
+        std::memcpy(strides, found.strides, sizeof(*strides) * std::size_t(rank));
+        return kind != OTHER;
+    }
+    // The same by the tensor's attributes, which takes much longer.
+    bool read(PyObject *tensor) {
+        Ref dtype = attribute(tensor, torch.dtype);
+        while (kind = kind == OTHER ? 0 : kind + 1, kind < OTHER && dtype.object != torch.dtypes[kind]) {}
+        if (kind == OTHER || !is_true(attribute(tensor, torch.is_cpu))) return false;
+        Ref address = call(tensor, torch.data_ptr), sizes = attribute(tensor, torch.shape), steps = call(tensor, torch.stride);
+        if (!address || !sizes || !steps || (rank = int(PyTuple_Size(sizes.object))) > MOST) return false;
+        data = PyLong_AsVoidPtr(address.object);
+        for (int i = 0; i < rank; i++) {
+            shape[i] = PyLong_AsLongLong(PyTuple_GetItem(sizes.object, i));
+            strides[i] = PyLong_AsLongLong(PyTuple_GetItem(steps.object, i));
+        }
+        return !PyErr_Occurred();
+    }
+};
 
 // A new tensor like this one, of this size; null with Python's error set if something else came out, because a function
 // mode replaced the function or another thread the tensor's data.
-inline PyObject *empty_like(PyObject *tensor, int64_t bytes) {
+inline PyObject *empty_like(PyObject *tensor, int64_t bytes, void *&data) {
     Ref made(PyObject_CallFunctionObjArgs(torch.empty_like, tensor, nullptr));
     if (!made) return nullptr;
-    if (bytes_of(made.object) == bytes && address(made.object)) return made.release();
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "torch.empty_like returned a tensor of another kind");
+    View view(made.object);
+    if (view.kind != OTHER && view.bytes() == bytes && (data = view.data)) return made.release();
+    PyErr_SetString(PyExc_RuntimeError, "torch.empty_like returned a tensor of another kind");
     return nullptr;
 }
-
-// The layout of a tensor (N, C, …). `strides` is set if its values are rows of channels, and null if it is contiguous.
-struct Layout {
-    bool known = false, planes = false;
-    int64_t n = 0, c = 0, l = 1;
-    Ref shape{nullptr}, strides{nullptr};
-
-    explicit Layout(PyObject *x) : shape(attribute(x, torch.shape)) {
-        if (!shape || !PyTuple_Check(shape.object) || PyTuple_Size(shape.object) < 2) return;
-        n = at(shape, 0), c = at(shape, 1);
-        for (Py_ssize_t i = 2; i < PyTuple_Size(shape.object); i++) l *= at(shape, i);
-        if (is_true(call(x, torch.is_contiguous))) {
-            known = true, planes = c > 1 && l > 1;
-        } else {
-            strides.object = call(x, torch.stride).release();
-            known = strides && is_rows();
-        }
-    }
-    // True if a tensor of the same shape has the same layout.
-    bool matches(PyObject *other) const {
-        if (!strides) return is_true(call(other, torch.is_contiguous));
-        Ref its = call(other, torch.stride);
-        return its && PyObject_RichCompareBool(its.object, strides.object, Py_EQ) == 1;
-    }
-    bool has_shape_of(PyObject *other) const {
-        Ref its = attribute(other, torch.shape);
-        return its && PyObject_RichCompareBool(its.object, shape.object, Py_EQ) == 1;
-    }
-
-private:
-    static int64_t at(const Ref &tuple, Py_ssize_t i) { return PyLong_AsLongLong(PyTuple_GetItem(tuple.object, i)); }
-    bool is_rows() const {  // images and volumes only: torch's batch norm copies a series into contiguous memory
-        if (PyTuple_Size(shape.object) < 4) return false;
-        int64_t expected = c;
-        for (Py_ssize_t i = PyTuple_Size(shape.object) - 1; i >= 2; i--) {
-            if (at(strides, i) != expected) return false;
-            expected *= at(shape, i);
-        }
-        return at(strides, 1) == 1 && at(strides, 0) == expected;
-    }
-};

@@ -204,7 +204,8 @@ def _train(norm: str, device: torch.device, dtype: torch.dtype, autocast: torch.
     """The losses of a training with two micro-batches per step, and the outputs of the plain network made of it."""
     net = _network().to(device, dtype)
     if norm != "bn":
-        memnorm.convert(net, norm, **({"warmup": 0} if norm == "two_way" else {}))
+        options: dict[str, Any] = {"warmup": 0} if norm == "two_way" else {}
+        memnorm.convert(net, norm, **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, enabled=autocast is not None)
     random, losses = torch.Generator().manual_seed(1), []

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from memnorm.lab.listen import GridListener, Outcome
+from memnorm.lab.listen import Listener, Outcome
 from memnorm.lab.spec import RunSpec
 from memnorm.text import visible
 
@@ -30,10 +30,11 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-SETTINGS = ("strength", "every", "fraction", "learning_rate", "holdout")  # shown where they differ from the defaults
+SETTINGS = ("strength", "every", "fraction", "learning_rate", "holdout")
 
 
 def title(spec: RunSpec) -> str:
+    """The run for a bar or a log line, with the settings that differ from the defaults."""
     changed = {**spec.norm_options, **{name: spec.identity[name] for name in SETTINGS if name in spec.identity}}
     own = "".join(f" {name}={value}" for name, value in changed.items())
     return f"{spec.arm}{own} {spec.model} {spec.data} batch {spec.batch} seed {spec.seed}"
@@ -45,7 +46,7 @@ def _plain(text: str) -> str:
 
 
 @contextlib.contextmanager
-def watching(runs: int) -> Iterator[GridListener]:
+def watching(runs: int) -> Iterator[Listener]:
     """ProgressBars if stderr is a terminal, else lines."""
     console = stderr()
     if not console.is_terminal:
@@ -62,7 +63,7 @@ def watching(runs: int) -> Iterator[GridListener]:
         yield ProgressBars(progress, runs)
 
 
-class ProgressBars(GridListener):
+class ProgressBars(Listener):
     """A bar for each run under way and one for all."""
 
     def __init__(self, progress: Progress, runs: int) -> None:
@@ -92,7 +93,7 @@ class ProgressBars(GridListener):
             self.progress.console.print(_plain(ending(outcome)))
 
 
-class LogLines(GridListener):
+class LogLines(Listener):
     """A line when a run begins or ends, and every half minute between."""
 
     def __init__(self, console: Console, runs: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,35 +42,32 @@ def _layers() -> Iterator[Check]:
             paper = reference.ReferenceBatchNorm(3, memory_size=memory_size)
             random = torch.Generator().manual_seed(0)
             for step in range(STEPS):
-                strength = (0.1, 0.5, 0.9)[3 * step // STEPS]
-                ours.set_strength(strength)
-                paper.strength = strength
+                paper.strength = (0.1, 0.5, 0.9)[3 * step // STEPS]
+                ours.set_strength(paper.strength)
                 batch = torch.randn(shape, generator=random, dtype=torch.float64) * (1 + step / 10) + step / 5
                 direction = torch.randn(shape, generator=random, dtype=torch.float64)
-                largest = max(largest, _one_step(ours, paper, batch, direction))
+                largest = max(largest, _difference(_answers(ours, batch, direction), _answers(paper, batch, direction)))
         yield Check(f"{kind} layer, memory of 1, 2, 20 and all batches, {STEPS} steps", largest)
 
 
-def _one_step(ours: nn.Module, paper: nn.Module, batch: Tensor, direction: Tensor) -> float:
-    answers = []
-    for layer in (ours, paper):
-        x = batch.clone().requires_grad_()
-        y = layer(x)
-        (gradient,) = torch.autograd.grad(y, x, direction)
-        layer.eval()
-        with torch.no_grad():
-            inference = layer(batch)
-        layer.train()
-        answers.append((y.detach(), gradient, inference))
-    return max(float((one - other).abs().max()) for one, other in zip(*answers, strict=True))
+def _answers(layer: nn.Module, batch: Tensor, direction: Tensor) -> list[Tensor]:
+    """Output, gradient, and output in eval mode."""
+    x = batch.clone().requires_grad_()
+    y = layer.train()(x)
+    (gradient,) = torch.autograd.grad(y, x, direction)
+    with torch.no_grad():
+        return [y.detach(), gradient, layer.eval()(batch)]
+
+
+def _difference(ours: list[Any], paper: list[Any]) -> float:
+    pairs = zip(map(torch.as_tensor, ours), map(torch.as_tensor, paper), strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs)
 
 
 def _network(make: Any) -> nn.Sequential:
     """A network with the same weights for every norm."""
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(1, 4, 3, dtype=torch.float64), nn.Identity(), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3).double()
-    )
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Identity(), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
     net[1] = make(4, strength=0.1).double()
     return net
 
@@ -88,18 +84,16 @@ def _algorithm_1() -> Iterator[Check]:
             paper, ours = _network(reference.ReferenceBatchNorm), _network(memnorm.MemorizedBatchNorm2d)
             wanted = reference.algorithm_1(paper, batches, nn.functional.cross_entropy, 0.1, double_forward=double)
             found = _train(ours, batches, double)
-            pairs = itertools.chain(
-                zip(wanted, found, strict=True),
-                ((a.detach(), b.detach()) for a, b in zip(paper.parameters(), ours.parameters(), strict=True)),
-            )
-            largest = max(float((torch.as_tensor(a) - torch.as_tensor(b)).abs().max()) for a, b in pairs)
+            weights = [[one.detach() for one in net.parameters()] for net in (ours, paper)]
+            largest = _difference([*found, *weights[0]], [*wanted, *weights[1]])
             scheme = "with Double-Forward" if double else "with a single forward"
             yield Check(f"Algorithm 1 {scheme}, losses and weights of a network, {STEPS} steps", largest)
 
 
 def _train(net: nn.Module, batches: list[tuple[Tensor, Tensor]], double: bool) -> list[float]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    handle = memnorm.double_forward(net, optimizer) if double else None
+    if double:
+        memnorm.double_forward(net, optimizer)
     losses = []
     for x, target in batches:
         optimizer.zero_grad()
@@ -107,6 +101,4 @@ def _train(net: nn.Module, batches: list[tuple[Tensor, Tensor]], double: bool) -
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    if handle is not None:
-        handle.remove()
     return losses

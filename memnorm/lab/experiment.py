@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memnorm.lab.comparison import Comparison, compare, groups_of
+from memnorm.lab.errors import LabError
 from memnorm.lab.listen import Outcome
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store, StoredRun
@@ -50,16 +51,13 @@ class Experiment:
     def runs(self, rates: dict[tuple[str, int], float]) -> list[RunSpec]:
         """All runs, with the arms of a seed next to each other: a busy minute of the machine affects all arms."""
         return [
-            self.spec(arm, size, seed=seed, **rate)
+            self.spec(
+                arm, size, seed=seed, learning_rate=rates.get((RunSpec(**arm).arm, size), self.base.learning_rate)
+            )
             for seed in range(self.seeds)
             for size in self.batch_sizes
             for arm in self.arms
-            for rate in [_rate(rates, RunSpec(**arm).arm, size)]
         ]
-
-
-def _rate(rates: dict[tuple[str, int], float], arm: str, size: int) -> dict[str, float]:
-    return {"learning_rate": rates[arm, size]} if (arm, size) in rates else {}
 
 
 def run_experiment(
@@ -69,12 +67,16 @@ def run_experiment(
     rates = choose_rates(run_all(experiment.trials())) if experiment.rates else {}
     outcomes = run_all(experiment.runs(rates))
     failures = [(one.spec.name, one.message) for one in outcomes if one.status == "failed"]
-    return compare(groups_of(_stored(store, outcome) for outcome in outcomes), failures), rates
-
-
-def _stored(store: Store, outcome: Outcome) -> StoredRun:
-    folder = store.run(outcome.spec)
-    return StoredRun(folder.path, outcome.spec, folder.metrics(), outcome.result, folder.sessions())
+    runs = []
+    for outcome in outcomes:
+        folder, result = store.run(outcome.spec), outcome.result
+        try:
+            lines = folder.metrics()
+        except LabError as error:
+            failures.append((outcome.spec.name, str(error)))
+            lines, result = [], None
+        runs.append(StoredRun(folder.path, outcome.spec, lines, result, folder.sessions()))
+    return compare(groups_of(runs), failures), rates
 
 
 def choose_rates(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], float]:

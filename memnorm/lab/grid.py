@@ -13,7 +13,7 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from memnorm.errors import MemnormError
 from memnorm.lab.errors import DataMissing, DeviceMissing, DiskFull, Interrupted, LabError, RunHeld, UsageError
-from memnorm.lab.listen import GridListener, Listener, Outcome, Relay, relay
+from memnorm.lab.listen import Listener, Outcome, Relay, relay
 from memnorm.lab.runner import run
 from memnorm.lab.signals import terminations_interrupt
 from memnorm.lab.spec import Execution, RunSpec
@@ -36,21 +36,24 @@ def run_all(
     data_root: Path | None = None,
     jobs: int = 0,
     launcher: str = "processes",
-    listener: GridListener | None = None,
+    listener: Listener | None = None,
+    make: Callable[..., dict[str, Any]] | None = None,
 ) -> list[Outcome]:
     """Run each of `specs` that is not finished, in the order given.
 
     Args:
         jobs: processes; 0 runs in this one. With `launcher="ray"`, runs at a time; 0 for as many as the cluster fits.
+        make: makes one run, with the arguments of `memnorm.lab.runner.run`, which is the default. Other processes
+            import it by name.
 
     Returns:
         The outcomes, in the order of `specs`.
     """
     if jobs < 0:
         raise UsageError(f"--jobs must not be negative; got {jobs}")
-    listener = listener or GridListener()
+    listener = listener or Listener()
     unique = list({spec.digest: spec for spec in specs}.values())
-    context = RunContext(store.root, execution, data_root)
+    context = RunContext(store.root, execution, data_root, make)
     if launcher == "ray" or jobs:
         context = replace(context, execution=replace(execution, threads=1))
         started = (
@@ -71,13 +74,14 @@ class RunContext:
     root: Path
     execution: Execution
     data_root: Path | None
+    make: Callable[..., dict[str, Any]] | None = None
 
     def run(self, spec: RunSpec, listener: Listener, wait: bool) -> Outcome:
         """Make one run. An error of the run is its outcome; an error that would meet the next run as well (a stop
         request, missing data, no such device, a full disk) is raised.
         """
         try:
-            result = run(
+            result = (self.make or run)(
                 spec,
                 Store(self.root),
                 execution=self.execution,
@@ -91,7 +95,7 @@ class RunContext:
         except MemnormError as error:
             return Outcome(spec, "failed", str(error))
         except Exception as error:
-            listener.message(traceback.format_exc())
+            listener.message(spec, traceback.format_exc())
             return Outcome(spec, "failed", f"{type(error).__name__}: {error}")
 
     def attempt(self, spec: RunSpec, listener: Listener, wait: bool) -> tuple[str, Any]:
@@ -121,12 +125,12 @@ class _Queue:
         self._held.append(spec)
 
 
-def _run_here(queue: _Queue, context: RunContext, listener: GridListener) -> list[Outcome]:
+def _run_here(queue: _Queue, context: RunContext, listener: Listener) -> list[Outcome]:
     outcomes = []
     while queue:
         spec, held_before = queue.next()
         try:
-            outcome = context.run(spec, relay(spec, listener), wait=held_before)
+            outcome = context.run(spec, relay(listener), wait=held_before)
         except RunHeld as error:
             listener.message(spec, f"{error} This run is put last.")
             queue.put_last(spec)
@@ -158,7 +162,7 @@ class Launcher(Protocol):
         ...
 
 
-def _supervise(queue: _Queue, launcher: Launcher, listener: GridListener) -> list[Outcome]:
+def _supervise(queue: _Queue, launcher: Launcher, listener: Listener) -> list[Outcome]:
     outcomes: list[Outcome] = []
     stop: BaseException | None = None
     try:
@@ -297,7 +301,7 @@ def _serve(pipe: Connection, context: RunContext) -> None:
         if order is None:
             return
         spec, wait_for_holder = order
-        answer = context.attempt(spec, Relay(spec, send), wait_for_holder)
+        answer = context.attempt(spec, Relay(send), wait_for_holder)
         try:
             pipe.send(answer)
         except OSError:

@@ -139,7 +139,7 @@ def _attempt(context: RunContext, spec: RunSpec, wait_for_holder: bool, board: A
             if wait_for_holder and folder.is_held():
                 time.sleep(1)
                 continue
-            answer = context.attempt(spec, Relay(spec, send), wait=False)
+            answer = context.attempt(spec, Relay(send), wait=False)
             if answer[0] != "held" or not wait_for_holder:
                 return answer
     except KeyboardInterrupt:  # before its first step

@@ -1,4 +1,4 @@
-"""Progress of runs: one run calls a `Listener`, many runs call a `GridListener`. Needs no torch."""
+"""Progress of runs: a run calls the methods of a `Listener`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from memnorm.lab.spec import RunSpec
-
-
-class Listener:
-    """Receives the progress of a run. This one ignores it."""
-
-    def began(self, spec: RunSpec, iteration: int) -> None: ...
-
-    def stepped(self, iteration: int) -> None: ...
-
-    def evaluated(self, line: dict[str, Any]) -> None: ...
-
-    def message(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -32,8 +20,8 @@ class Outcome:
     result: dict[str, Any] | None = None
 
 
-class GridListener:
-    """Receives the progress of many runs. This one ignores it."""
+class Listener:
+    """Receives the progress of runs. This one ignores it."""
 
     def began(self, spec: RunSpec, iteration: int) -> None: ...
 
@@ -46,55 +34,32 @@ class GridListener:
     def ended(self, outcome: Outcome) -> None: ...
 
 
-class Together(GridListener):
-    """Several listeners as one."""
-
-    def __init__(self, *listeners: GridListener) -> None:
-        self.listeners = listeners
-
-    def began(self, spec: RunSpec, iteration: int) -> None:
-        for one in self.listeners:
-            one.began(spec, iteration)
-
-    def stepped(self, spec: RunSpec, iteration: int) -> None:
-        for one in self.listeners:
-            one.stepped(spec, iteration)
-
-    def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
-        for one in self.listeners:
-            one.evaluated(spec, line)
-
-    def message(self, spec: RunSpec, text: str) -> None:
-        for one in self.listeners:
-            one.message(spec, text)
-
-    def ended(self, outcome: Outcome) -> None:
-        for one in self.listeners:
-            one.ended(outcome)
-
-
 class Relay(Listener):
-    """Forwards the calls of one run with its specification; steps at most five times a second."""
+    """Forwards each call as `send(name, *arguments)`; steps at most five times a second."""
 
-    def __init__(self, spec: RunSpec, send: Callable[..., None]) -> None:
-        self.spec, self.send = spec, send
+    def __init__(self, send: Callable[..., object]) -> None:
+        self.send = send
         self._sent = 0.0
 
     def began(self, spec: RunSpec, iteration: int) -> None:
         self.send("began", spec, iteration)
 
-    def stepped(self, iteration: int) -> None:
+    def stepped(self, spec: RunSpec, iteration: int) -> None:
         now = time.monotonic()
-        if now - self._sent > 0.2 or iteration == self.spec.iterations:
+        if now - self._sent > 0.2 or iteration == spec.iterations:
             self._sent = now
-            self.send("stepped", self.spec, iteration)
+            self.send("stepped", spec, iteration)
 
-    def evaluated(self, line: dict[str, Any]) -> None:
-        self.send("evaluated", self.spec, line)
+    def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
+        self.send("evaluated", spec, line)
 
-    def message(self, text: str) -> None:
-        self.send("message", self.spec, text)
+    def message(self, spec: RunSpec, text: str) -> None:
+        self.send("message", spec, text)
+
+    def ended(self, outcome: Outcome) -> None:
+        self.send("ended", outcome)
 
 
-def relay(spec: RunSpec, listener: GridListener) -> Relay:
-    return Relay(spec, lambda kind, *arguments: getattr(listener, kind)(*arguments))
+def relay(*listeners: Listener) -> Relay:
+    """One listener that calls these."""
+    return Relay(lambda name, *arguments: [getattr(one, name)(*arguments) for one in listeners])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memnorm.lab.data.seeds import mix
+from memnorm.lab.data.source import mix
 from memnorm.lab.errors import UsageError
 from memnorm.lab.spec import RunSpec
 

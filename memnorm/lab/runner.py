@@ -7,9 +7,10 @@ checkpoint at iteration i covers everything up to i, and later steps are repeate
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,15 @@ import torch
 
 from memnorm.errors import NothingToRecord
 from memnorm.lab import checkpoint, environment
-from memnorm.lab.arms import registered
-from memnorm.lab.data import Data, epoch_length
+from memnorm.lab.arms import unsupported
+from memnorm.lab.data import Data, Source, epoch_length
 from memnorm.lab.disk import replacing
 from memnorm.lab.errors import Interrupted, LabError, UsageError
 from memnorm.lab.listen import Listener
 from memnorm.lab.processes import ProcessGroup, is_first
 from memnorm.lab.signals import stop_signals
 from memnorm.lab.spec import Execution, RunSpec
-from memnorm.lab.store import RunFolder, SilentRunFolder, Store
-from memnorm.lab.tables import unsupported
+from memnorm.lab.store import RunFolder, Store
 from memnorm.lab.training import (
     Tally,
     Training,
@@ -38,6 +38,8 @@ from memnorm.lab.training import (
     sources,
 )
 
+Probe = Callable[[Training, Source, int], dict[str, float]]
+
 
 def run(
     spec: RunSpec,
@@ -47,28 +49,40 @@ def run(
     data_root: Path | None = None,
     listener: Listener | None = None,
     wait: bool = False,
+    probe: Probe | None = None,
 ) -> dict[str, Any]:
-    """Train, or resume training, and return the result; a finished run is not repeated."""
+    """Train, or resume training, and return the result; a finished run is not repeated.
+
+    `probe(training, training images, iteration)` is called at each evaluation; the numbers that it returns join the
+    line of metrics. It must leave the training as it was. For runs in one process.
+    """
     execution, listener = execution or Execution(), listener or Listener()
     folder = store.run(spec)
     done = folder.result()
     if done is not None:
         return done
-    reason = unsupported(spec, registered())
-    if reason:
+    if reason := unsupported(spec):
         raise UsageError(reason)
     data = load_data(spec, data_root)
     if not is_first():  # rank 0 writes the record
-        return _Run(spec, SilentRunFolder(folder.path, spec), execution, data, listener).train()
+        return _Run(spec, RunFolder(folder.path, spec, silent=True), execution, data, listener, probe).train()
     with folder.held(wait):
         done = folder.result()  # another process may have finished it while this one waited
-        return done or _Run(spec, folder, execution, data, listener).train()
+        return done or _Run(spec, folder, execution, data, listener, probe).train()
 
 
 class _Run:
-    def __init__(self, spec: RunSpec, folder: RunFolder, execution: Execution, data: Data, listener: Listener) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        folder: RunFolder,
+        execution: Execution,
+        data: Data,
+        listener: Listener,
+        probe: Probe | None = None,
+    ) -> None:
         self.spec, self.folder, self.execution, self.listener = spec, folder, execution, listener
-        self.data = data
+        self.data, self.probe = data, probe
         self.train_source, self.test_source = sources(spec, data)
         self.recalibration_source = recalibration_source(spec, data)
         self.threads, self.device = set_threads(execution), choose_device(execution.device)
@@ -90,7 +104,8 @@ class _Run:
         """Resume from the newest checkpoint that rank 0 can read and all processes can load. A rejected one leaves no
         trace.
         """
-        states = checkpoint.readable(self.folder.path, self.listener.message) if self.group.rank == 0 else iter(())
+        complain = functools.partial(self.listener.message, self.spec)
+        states = checkpoint.readable(self.folder.path, complain) if self.group.rank == 0 else iter(())
         while (state := self.group.broadcast(next(states, None))) is not None:
             training = self._fresh()
             problem = None
@@ -107,7 +122,7 @@ class _Run:
             if self.group.sum(problem is not None) == [0]:
                 self.iteration, self.seconds, self.lines = iteration, seconds, lines
                 return training
-            self.listener.message(f"a checkpoint does not fit this run ({problem}); using the one before")
+            complain(f"a checkpoint does not fit this run ({problem}); using the one before")
         return None
 
     def _plan(self) -> Iterator[tuple[torch.Tensor, int | None]]:
@@ -127,7 +142,7 @@ class _Run:
                 if not self.training.step(self.iteration, images, labels):
                     return self._result("diverged", diverged_at=self.iteration)
                 self.iteration += 1
-                self.listener.stepped(self.iteration)
+                self.listener.stepped(self.spec, self.iteration)
                 if evaluation_due(self.spec, self.iteration):
                     self.seconds += self._since(resumed)
                     self._evaluate(events)
@@ -173,6 +188,7 @@ class _Run:
             "images_per_second": round(tally.images / max(seconds, 1e-9), 2),
             "step_ms": round(1000 * seconds / steps, 3),
             "peak_memory_mb": self.peak.read(),
+            **(self.probe(training, self.train_source, self.iteration) if self.probe else {}),
         }
         line = self.group.broadcast(line)
         training.tally = Tally()
@@ -181,7 +197,7 @@ class _Run:
         for name, value in line.items():
             if events is not None and value is not None:
                 events.add_scalar(name, value, self.iteration)
-        self.listener.evaluated(line)
+        self.listener.evaluated(self.spec, line)
 
     def _recalibrated(self) -> dict[str, Any]:
         """Recalibrated errors after the last step, if the run asks for them."""
@@ -192,7 +208,7 @@ class _Run:
                 self.recalibration_source, self.test_source, self.execution.workers
             )
         except NothingToRecord as error:  # no batch is finite, or there is no norm
-            self.listener.message(f"not recalibrated: {error}")
+            self.listener.message(self.spec, f"not recalibrated: {error}")
             return {"test_error_recalibrated": None, "test_loss_recalibrated": None}
 
     def _save(self) -> None:

@@ -14,8 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scipy import special  # type: ignore[import-untyped]
-
 CONFIDENCE = 0.95
 POWER = 0.8
 SAME = 1e-9  # deviations below this share of the values are rounding
@@ -162,17 +160,23 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def t_two_sided(t: float, df: float) -> float:
     """P(|T| > |t|) for Student's T."""
-    return float(2 * special.stdtr(df, -abs(t)))
+    return 2 * _student("stdtr", df, -abs(t))
 
 
 def t_quantile(probability: float, df: float) -> float:
     """The value that Student's T stays below with this probability."""
-    return float(special.stdtrit(df, probability))
+    return _student("stdtrit", df, probability)
 
 
 def noncentrality(level: float, df: float, power: float = POWER) -> float:
     """The true difference, in standard errors, that a two-sided test at this level detects with this power."""
-    return float(special.nctdtrinc(df, 1 - power, t_quantile(1 - level / 2, df)))
+    return _student("nctdtrinc", df, 1 - power, t_quantile(1 - level / 2, df))
+
+
+def _student(function: str, *arguments: float) -> float:
+    from scipy import special  # type: ignore[import-untyped]  # here: the command line starts without scipy
+
+    return float(getattr(special, function)(*arguments))
 
 
 def number(value: float, digits: int = 2) -> str:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -22,6 +23,7 @@ from memnorm.lab.errors import UsageError
 
 MEMORY_NORMS = ("mbn",)  # those with a strength λ
 LARGEST_FLOAT = 3.4e38  # of float32, nearly
+DEEPEST = 20  # levels of values in a YAML file
 LARGEST_INT = 2**63 - 1  # torch's; a larger one may overflow in arithmetic with floats
 RESERVED_OPTIONS = {  # arguments that the run sets itself
     "model_options": ("name", "classes", "image_shape", "norm_layer"),
@@ -30,11 +32,12 @@ RESERVED_OPTIONS = {  # arguments that the run sets itself
 }
 
 
-def option(default: Any, help: str) -> Any:
-    """A field of a specification; the command line shows `help`."""
+def option(default: Any, help: str, least: int | None = None) -> Any:
+    """A field of a specification and its least value; the command line shows `help`."""
+    metadata = {"help": help, "least": least}
     if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -45,40 +48,40 @@ class RunSpec:
     model_options: dict[str, Any] = option({}, "keyword arguments of the model")
     data: str = option("cifar10", "built-in name, or a folder with train/ and val/ or test/")
     data_options: dict[str, Any] = option({}, "keyword arguments of the data set, such as image_size")
-    train_images: int | None = option(None, "train on this many images only, the same ones for every seed")
-    test_images: int | None = option(None, "evaluate on this many images only")
-    holdout: int = option(0, "hold out this many training images and evaluate on them, not on the test set")
+    train_images: int | None = option(None, "train on this many images only, the same ones for every seed", least=1)
+    test_images: int | None = option(None, "evaluate on this many images only", least=1)
+    holdout: int = option(0, "hold out this many training images and evaluate on them, not on the test set", least=0)
     augment: bool = option(True, "augment the training images")
     sampler: Literal["shuffle", "few-classes", "sorted"] = option("shuffle", "how batches are drawn")
-    classes_per_batch: int = option(2, "for the sampler few-classes")
+    classes_per_batch: int = option(2, "for the sampler few-classes", least=1)
     norm: str = option("bn", "a name of memnorm.norms; bn is the model as it is")
     norm_options: dict[str, Any] = option({}, "options of the norm, such as memory_size")
     scheme: Literal["single", "double"] = option("single", "double adds Double-Forward")
-    every: int = option(1, "Double-Forward in every n-th step only")
+    every: int = option(1, "Double-Forward in every n-th step only", least=1)
     fraction: float = option(1.0, "Double-Forward with this part of each batch")
     strength: tuple[float, ...] = option(
         (0.1, 0.5, 0.9), "λ before, between and after the milestones, comma-separated, or one constant"
     )
-    batch_size: int = option(128, "images per forward: the micro-batch, where batches are accumulated")
-    accumulate: int = option(1, "micro-batches per optimizer step")
-    iterations: int = option(78_200, "optimizer steps")
+    batch_size: int = option(128, "images per forward: the micro-batch, where batches are accumulated", least=1)
+    accumulate: int = option(1, "micro-batches per optimizer step", least=1)
+    iterations: int = option(78_200, "optimizer steps", least=1)
     learning_rate: float = option(0.1, "learning rate before scaling")
     scaling: Literal["none", "linear", "sqrt"] = option(
         "none", "scale the learning rate with the images per step / base_batch_size"
     )
-    base_batch_size: int = option(128, "images per step that the learning rate is meant for")
+    base_batch_size: int = option(128, "images per step that the learning rate is meant for", least=1)
     schedule: Literal["step", "cosine", "constant"] = option("step", "step divides by 10 at each milestone")
     milestones: tuple[float, ...] = option((0.4, 0.6), "fractions of the iterations, comma-separated")
-    warmup: int = option(0, "iterations of linear warm-up")
-    momentum: float = option(0.9, "momentum of SGD")
-    weight_decay: float = option(1e-4, "weight decay of every parameter")
+    warmup: int = option(0, "iterations of linear warm-up", least=0)
+    momentum: float = option(0.9, "momentum of SGD", least=0)
+    weight_decay: float = option(1e-4, "weight decay of every parameter", least=0)
     precision: Literal["float32", "float64", "bfloat16"] = option("float32", "bfloat16 is autocast")
-    evaluations: int = option(20, "number of evaluations, evenly spaced; the last one counts")
+    evaluations: int = option(20, "number of evaluations, evenly spaced; the last one counts", least=1)
     recalibrate: int = option(
-        0, "after the last step, also evaluate with running statistics recomputed from this many images"
+        0, "after the last step, also evaluate with running statistics recomputed from this many images", least=0
     )
-    processes: int = option(1, "processes that share each batch; torchrun sets it")
-    seed: int = option(0, "seed of initial weights, data order and augmentation, the same for every norm")
+    processes: int = option(1, "processes that share each batch; torchrun sets it", least=1)
+    seed: int = option(0, "seed of initial weights, data order and augmentation, the same for every norm", least=0)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -90,7 +93,7 @@ class RunSpec:
             elif get_origin(hint) is tuple:
                 object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
         for problem in _problems(self):
-            raise UsageError(f"{problem}")
+            raise UsageError(problem)
 
     @property
     def images_per_step(self) -> int:
@@ -153,39 +156,40 @@ class RunSpec:
 
     @classmethod
     def from_yaml(cls, text: str) -> RunSpec:
-        try:
-            values = yaml.load(text, _Loader)
-        except Exception as error:  # it raises more than YAMLError: on a date that is none, on deep nesting
-            raise UsageError(f"not a YAML file: {error}") from error
-        return cls.from_dict(values)
+        return cls.from_dict(parse_yaml(text, yaml.safe_load))
 
 
 @dataclass(frozen=True)
 class Execution:
     """How a run is computed; not part of its identity."""
 
-    threads: int = option(0, "threads of torch; 0 leaves torch's own choice")
+    threads: int = option(0, "threads of torch; 0 leaves torch's own choice", least=0)
     device: str = option("auto", "cpu, cuda, cuda:1 …; auto takes a GPU where there is one")
     channels_last: bool = option(False, "keep weights and images with channels last, faster for most convolutions")
-    workers: int = option(2, "processes that decode image files; 0 decodes in the training process")
-    checkpoint_seconds: float = option(60.0, "time between checkpoints, the most a killed run loses")
+    workers: int = option(2, "processes that decode image files; 0 decodes in the training process", least=0)
+    checkpoint_seconds: float = option(60.0, "time between checkpoints, the most a killed run loses", least=0)
     keep_weights: bool = option(False, "write the final weights to weights.pt in the run's folder")
     tensorboard: bool = option(False, "write event files as well (needs the package tensorboard)")
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("threads", "workers", "checkpoint_seconds"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} must not be negative; got {getattr(self, name)}")
+        for problem in _too_small(self):
+            raise UsageError(problem)
 
 
-class _Loader(yaml.SafeLoader):
-    """Without aliases: a few of them stand for a mapping that fills the memory, and a specification needs none."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"a specification has no aliases; got *{self.peek_event().anchor}")
-        return super().compose_node(parent, index)
+def parse_yaml(text: str, load: Callable[[str], Any]) -> Any:
+    """`load(text)` for a text without aliases, of which a few can fill the memory, and without deep nesting."""
+    depth = 0
+    try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise yaml.YAMLError(f"aliases are not allowed; got *{event.anchor}")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise yaml.YAMLError(f"values are nested more than {DEEPEST} levels deep")
+        return load(text)
+    except Exception as error:  # it raises more than YAMLError, for example on an impossible date
+        raise UsageError(f"not a YAML file: {error}") from error
 
 
 def arm_name(norm: str, scheme: str) -> str:
@@ -253,26 +257,18 @@ def _words(hint: Any) -> str:
     return words.get(hint, str(hint).replace("None", "null"))
 
 
+def _too_small(spec: Any) -> list[str]:
+    found = []
+    for one in dataclasses.fields(spec):
+        value, least = getattr(spec, one.name), one.metadata["least"]
+        if least is not None and value is not None and value < least:
+            found.append(f"{one.name} must {'not be negative' if least == 0 else 'be at least 1'}; got {value}")
+    return found
+
+
 def _problems(spec: RunSpec) -> list[str]:
     """Error messages for values out of range and contradictions."""
-    positive = (
-        "batch_size",
-        "accumulate",
-        "iterations",
-        "base_batch_size",
-        "evaluations",
-        "every",
-        "classes_per_batch",
-        "processes",
-    )
-    found = [f"{name} must be at least 1; got {getattr(spec, name)}" for name in positive if getattr(spec, name) < 1]
-    found += [
-        f"{name} must be at least 1, or null for all; got {value}"
-        for name, value in (("train_images", spec.train_images), ("test_images", spec.test_images))
-        if value is not None and value < 1
-    ]
-    natural = ("holdout", "warmup", "momentum", "weight_decay", "recalibrate", "seed")
-    found += [f"{name} must not be negative; got {getattr(spec, name)}" for name in natural if getattr(spec, name) < 0]
+    found = _too_small(spec)
     if not 0 < spec.learning_rate < float("inf"):
         found.append(f"learning_rate must be positive and finite; got {spec.learning_rate}")
     elif not found and spec.base_learning_rate > LARGEST_FLOAT:
@@ -317,10 +313,7 @@ def _contradictions(spec: RunSpec) -> list[str]:
 
 
 _DEFAULTS = {
-    one.name: list(one.default)
-    if isinstance(one.default, tuple)
-    else {}
-    if one.default is dataclasses.MISSING
-    else one.default
+    one.name: list(one.default) if isinstance(one.default, tuple) else one.default
     for one in dataclasses.fields(RunSpec)
 }
+_DEFAULTS |= {name: {} for name in RESERVED_OPTIONS}

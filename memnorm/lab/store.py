@@ -59,6 +59,8 @@ class Store:
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
         self.problems: list[str] = []
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError(f"{self.root} is a file; runs are kept in a folder")
 
     def run(self, spec: RunSpec) -> RunFolder:
         return RunFolder(self.root / spec.name, spec)
@@ -89,10 +91,10 @@ def read_run(path: Path) -> StoredRun:
 
 
 class RunFolder:
-    """The folder of one run, to write to and read from."""
+    """The folder of one run. In processes of rank 1 and up it is silent: it writes nothing."""
 
-    def __init__(self, path: Path, spec: RunSpec) -> None:
-        self.path, self.spec = path, spec
+    def __init__(self, path: Path, spec: RunSpec, silent: bool = False) -> None:
+        self.path, self.spec, self.silent = path, spec, silent
 
     @contextlib.contextmanager
     def held(self, wait: bool = False) -> Iterator[None]:
@@ -142,6 +144,8 @@ class RunFolder:
 
     def begin(self, session: dict[str, Any]) -> None:
         """Record that a process starts to work on the run."""
+        if self.silent:
+            return
         for leftover in self.path.glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
         write_text(self.path / "spec.yaml", self.spec.as_yaml())  # again, in case it is damaged
@@ -161,6 +165,8 @@ class RunFolder:
             text = _read_text(self.path / "metrics.jsonl", errors="replace")
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise LabError(f"its metrics cannot be read ({error}); delete its folder to run again") from error
         lines = []
         for line in text.splitlines():
             with contextlib.suppress(*NOT_JSON):
@@ -170,11 +176,13 @@ class RunFolder:
         return lines
 
     def add_metrics(self, line: dict[str, Any]) -> None:
-        append_line(self.path / "metrics.jsonl", json.dumps(finite(line)))
+        if not self.silent:
+            append_line(self.path / "metrics.jsonl", json.dumps(finite(line)))
 
     def write_metrics(self, lines: Sequence[dict[str, Any]]) -> None:
         """Replace all lines."""
-        write_text(self.path / "metrics.jsonl", "".join(json.dumps(finite(line)) + "\n" for line in lines))
+        if not self.silent:
+            write_text(self.path / "metrics.jsonl", "".join(json.dumps(finite(line)) + "\n" for line in lines))
 
     def result(self) -> dict[str, Any] | None:
         """The result, or None if the run is not finished."""
@@ -192,26 +200,12 @@ class RunFolder:
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         """Write the result and delete the checkpoints."""
+        if self.silent:
+            return result
         result = finite(result)
         write_text(self.path / "result.json", json.dumps(result, indent=1) + "\n")
         for checkpoint in self.path.glob("checkpoint-*.pt"):
             checkpoint.unlink(missing_ok=True)
-        return result
-
-
-class SilentRunFolder(RunFolder):
-    """The folder for processes of rank 1 and up, which write nothing."""
-
-    def begin(self, session: dict[str, Any]) -> None:
-        pass
-
-    def add_metrics(self, line: dict[str, Any]) -> None:
-        pass
-
-    def write_metrics(self, lines: Sequence[dict[str, Any]]) -> None:
-        pass
-
-    def finish(self, result: dict[str, Any]) -> dict[str, Any]:
         return result
 
 
@@ -259,10 +253,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def check_root(root: Path) -> Path:
-    """Check that runs can be kept in this folder."""
-    if root.exists() and not root.is_dir():
-        raise UsageError(f"{root} is a file; runs are kept in a folder")
-    return root

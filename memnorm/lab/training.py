@@ -22,7 +22,7 @@ import memnorm
 from memnorm.lab import data as data_sets
 from memnorm.lab import models
 from memnorm.lab.data import EVALUATION_BATCH, Data, Source, sweep
-from memnorm.lab.data.seeds import mix
+from memnorm.lab.data.source import mix
 from memnorm.lab.errors import DeviceMissing, UsageError
 from memnorm.lab.processes import ProcessGroup
 from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec

@@ -20,6 +20,16 @@ from memnorm.kernels import cpu
 from memnorm.layers import Recording, check_eps
 from memnorm.recompute import Readings, inside_backward
 
+# What the registry says of a norm with torch's running statistics that needs the variance of the batch.
+ENTRY_OF_RUNNING_NORM: dict[str, Any] = {
+    "records": True,
+    "state": "moving averages of mean and variance",
+    "batch_one": False,
+    "keeps_weights": True,
+    "folds": True,
+    "double_forward": "fresher statistics",
+}
+
 
 class RunningNorm(Recording, _BatchNorm):
     """Base class of norms over (N, C, …) that are torch's batch norm on the running statistics in eval mode.
@@ -34,6 +44,7 @@ class RunningNorm(Recording, _BatchNorm):
     MIN_VALUES: ClassVar[int] = 1  # per channel in training; 2 where the batch's own variance is used
     READS_STATISTICS: ClassVar[bool] = True  # the output depends on them, so a recomputed forward needs the same ones
     COUNTS_STEPS: ClassVar[bool] = False  # `num_batches_tracked` is the position in a schedule, too
+    DEBIASED: ClassVar[bool] = False  # the initial statistics have no weight in the moving averages
 
     running_mean: Any  # Tensor, or None without track_running_stats
     running_var: Any
@@ -84,6 +95,10 @@ class RunningNorm(Recording, _BatchNorm):
             raise OptionError(
                 f"{type(self).__name__}: momentum must be a number from 0 to 1, the weight of the new batch, or None "
                 f"for an average over all batches; got {momentum!r}"
+            )
+        if self.DEBIASED and momentum == 0:
+            raise OptionError(
+                f"{type(self).__name__}: momentum, the weight of the new batch, must be positive, or None; got 0"
             )
         self.momentum = momentum
         before = self._names()
@@ -151,7 +166,8 @@ class RunningNorm(Recording, _BatchNorm):
         """The weight of the next batch in the running statistics of `batches` batches."""
         if self.momentum is None:
             return 1 / (self._as_float(batches) + 1)
-        return float(self.momentum)
+        share = float(self.momentum)
+        return share / (1 - (1 - share) ** (self._as_float(batches) + 1)) if self.DEBIASED else share
 
     def _as_float(self, batches: Any) -> Tensor:
         return batches.to(statistics_dtype(self.running_mean.dtype))

@@ -5,6 +5,7 @@ They normalize each image separately, or the weights. Training and eval mode com
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -73,14 +74,9 @@ class BatchFreeNorm(nn.Module):
         raise NotImplementedError
 
     def _check(self, x: Tensor) -> None:
-        name = type(self).__name__
-        if x.dim() < 2 or x.shape[1] != self.num_features:
-            raise InputError(
-                f"{name}: expected input (N, {self.num_features}, …) with the channels of the layer; got shape "
-                f"{tuple(x.shape)}"
-            )
+        check_channels(self, x)
         if not x.is_floating_point():
-            raise DTypeError(f"{name}: expected floating-point input, got {x.dtype}")
+            raise DTypeError(f"{type(self).__name__}: expected floating-point input, got {x.dtype}")
 
     def _affine(self, x: Tensor, scale: Tensor | float | None = None) -> Tensor:
         """γ · scale · x + β in the dtype of x."""
@@ -96,6 +92,14 @@ class BatchFreeNorm(nn.Module):
         return f"{self.num_features}{own}"
 
 
+def check_channels(layer: Any, x: Tensor) -> None:
+    if x.dim() < 2 or x.shape[1] != layer.num_features:
+        raise InputError(
+            f"{type(layer).__name__}: expected input (N, {layer.num_features}, …) with the channels of the layer; got "
+            f"shape {tuple(x.shape)}"
+        )
+
+
 def per_channel(parameter: Tensor | None, x: Tensor) -> Any:
     """A vector over channels in a shape that broadcasts with x (N, C, …); None stays None."""
     return None if parameter is None else parameter.view(1, -1, *([1] * (x.dim() - 2)))
@@ -108,10 +112,7 @@ def fresh_layers(model: nn.Module, kind: type[Layer]) -> list[Layer]:
 
 def spatial_count(x: Tensor) -> int:
     """Values per image and channel."""
-    count = 1
-    for size in x.shape[2:]:
-        count *= size
-    return count
+    return math.prod(x.shape[2:])
 
 
 def choose_groups(channels: int, num_groups: int | None) -> int:

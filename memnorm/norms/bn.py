@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memnorm.functional import Moments, count_per_channel
-from memnorm.norms.base import RunningNorm
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm
 
 
 class RecordingBatchNorm(RunningNorm):
@@ -38,15 +38,10 @@ class RecordingBatchNorm(RunningNorm):
 
 
 ENTRY: dict[str, Any] = {
+    **ENTRY_OF_RUNNING_NORM,
     "name": "bn",
     "title": "Batch Normalization",
     "paper": "Ioffe and Szegedy, Batch Normalization: Accelerating Deep Network Training by Reducing Internal "
     "Covariate Shift, ICML 2015",
     "replace": RecordingBatchNorm.replacing,
-    "records": True,
-    "state": "moving averages of mean and variance",
-    "batch_one": False,
-    "keeps_weights": True,
-    "folds": True,
-    "double_forward": "fresher statistics",
 }

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from memnorm.errors import OptionError, is_number, is_whole
 from memnorm.functional import Moments, constant_moments
-from memnorm.norms.base import RunningNorm, blend
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, blend
 
 # The published steps: batch norm until WARM_UP, r_max reached at R_FULL and d_max at D_FULL, of PUBLISHED in all.
 WARM_UP, R_FULL, D_FULL, PUBLISHED = 5_000, 40_000, 25_000, 130_000
@@ -99,16 +99,12 @@ def check_total_steps(norm: str, total_steps: Any) -> None:
 
 
 ENTRY: dict[str, Any] = {
+    **ENTRY_OF_RUNNING_NORM,
     "name": "brn",
     "title": "Batch Renormalization",
     "paper": "Ioffe, Batch Renormalization: Towards Reducing Minibatch Dependence in Batch-Normalized Models, "
     "NeurIPS 2017",
     "replace": BatchRenorm.replacing,
-    "records": True,
     "state": "moving averages of mean and deviation",
-    "batch_one": False,
-    "keeps_weights": True,
-    "folds": True,
-    "double_forward": "fresher statistics",
     "scales_with_run": True,
 }

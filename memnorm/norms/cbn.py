@@ -37,6 +37,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from memnorm.errors import InputError
 from memnorm.functional import Moments, count_per_channel, normalize_with_memory, snapshot, statistics_dtype
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM
 from memnorm.norms.brn import check_total_steps
 from memnorm.norms.window import WindowedNorm, check_whole, count_up, place
 
@@ -267,16 +268,12 @@ def unwatch_sources(model: nn.Module) -> None:
 
 
 ENTRY: dict[str, Any] = {
+    **ENTRY_OF_RUNNING_NORM,
     "name": "cbn",
     "title": "Cross-Iteration Batch Normalization",
     "paper": "Yao et al., Cross-Iteration Batch Normalization, CVPR 2021",
-    "batch_one": False,
     "replace": CrossIterationBatchNorm.replacing,
-    "records": True,
     "state": "moments of the last k − 1 batches and their slopes: k − 1 copies of the weights",
-    "keeps_weights": True,
-    "folds": True,
-    "double_forward": "fresher statistics",
     "scales_with_run": True,
     "surgery": watch_sources,
     "settle": unwatch_sources,

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from memnorm.errors import InputError, OptionError, is_whole
 from memnorm.functional import Moments, count_per_channel, statistics_dtype
-from memnorm.norms.base import RunningNorm
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm
 
 
 class GhostBatchNorm(RunningNorm):
@@ -95,16 +95,11 @@ class GhostBatchNorm(RunningNorm):
 
 
 ENTRY: dict[str, Any] = {
+    **ENTRY_OF_RUNNING_NORM,
     "name": "ghost",
     "title": "Ghost Batch Normalization",
     "paper": "Hoffer, Hubara and Soudry, Train Longer, Generalize Better: Closing the Generalization Gap in Large "
     "Batch Training of Neural Networks, NeurIPS 2017",
     "replace": GhostBatchNorm.replacing,
-    "records": True,
-    "state": "moving averages of mean and variance",
-    "batch_one": False,
-    "keeps_weights": True,
-    "folds": True,
-    "double_forward": "fresher statistics",
     "learning_rate": "small-batch rate · √(batch size / small batch size)",
 }

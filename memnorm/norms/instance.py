@@ -13,7 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from memnorm.errors import InputError
 from memnorm.norms.base import as_leaf, with_affine
-from memnorm.norms.batch_free import spatial_count
+from memnorm.norms.batch_free import check_channels, spatial_count
 
 
 class InstanceNorm(_InstanceNorm):
@@ -30,16 +30,11 @@ class InstanceNorm(_InstanceNorm):
         return self._apply_instance_norm(input)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        shape = tuple(input.shape)
-        if input.dim() < 2 or input.shape[1] != self.num_features:
-            raise InputError(
-                f"InstanceNorm: expected input (N, {self.num_features}, …) with the channels of the layer; got shape "
-                f"{shape}"
-            )
+        check_channels(self, input)
         if spatial_count(input) < 2:
             raise InputError(
-                f"InstanceNorm: needs at least two values per image and channel for a variance; got shape {shape}. "
-                "Use larger images, or a norm over several channels: "
+                "InstanceNorm: needs at least two values per image and channel for a variance; got shape "
+                f"{tuple(input.shape)}. Use larger images, or a norm over several channels: "
                 'memnorm.convert(model, "group") or "layer".'
             )
 

@@ -13,24 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-from memnorm.errors import OptionError
 from memnorm.functional import Moments, batch_moments, normalize
-from memnorm.norms.base import RunningNorm, blend
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, blend
 
 
 class LaggedBatchNorm(RunningNorm):
     """Batch statistics combined with moving averages in training, moving averages in eval."""
 
     MIN_VALUES = 2
-
-    def _install(self, **options: Any) -> None:
-        if self.momentum == 0:
-            raise OptionError("lagged_bn: momentum, the weight of the new batch, must be positive, or None; got 0")
-        super()._install(**options)
-
-    def _share(self, batches: Any) -> Tensor | float:
-        share = super()._share(batches)
-        return share if self.momentum is None else share / (1 - (1 - share) ** (self._as_float(batches) + 1))
+    DEBIASED = True
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         batch = batch_moments(x)
@@ -51,14 +42,9 @@ class LaggedBatchNorm(RunningNorm):
 
 
 ENTRY: dict[str, Any] = {
+    **ENTRY_OF_RUNNING_NORM,
     "name": "lagged_bn",
     "title": "Lagged Batch Normalization",
     "paper": "Dinh, Sohl-Dickstein and Bengio, Density Estimation Using Real NVP, ICLR 2017, Appendix E",
     "replace": LaggedBatchNorm.replacing,
-    "records": True,
-    "state": "moving averages of mean and variance",
-    "batch_one": False,
-    "keeps_weights": True,
-    "folds": True,
-    "double_forward": "fresher statistics",
 }

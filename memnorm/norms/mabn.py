@@ -1,7 +1,7 @@
 """Moving Average Batch Normalization: one statistic forward, one backward, each averaged over iterations.
 
-Batch norm's gradient has batch statistics of its own, and in small batches they are the noisier ones. MABN leaves out
-the mean, because centred filters give channels of mean about zero, so that one statistic remains in each direction:
+The gradient of batch norm contains batch statistics, too, and in small batches they are noisier than those of the
+forward. Centred filters give channels of mean about zero, so MABN uses no mean. One statistic remains per direction:
 
     χ² = mean(x²)                      Ψ = mean(y·∂L/∂y)                        of one batch, per channel
     χ̄², Ψ̄                              their average over the last `window` images
@@ -10,19 +10,19 @@ the mean, because centred filters give channels of mean about zero, so that one 
     y = x/√(χ̄² + ε)     z = γ r y + β     r = clip(√((χ̄² + ε)/(χ̂² + ε)), 1/λ, λ), a constant
     ∂L/∂x = (∂L/∂y − y Ψ̄)/√(χ̄² + ε)       ∂L/∂y = γ r ∂L/∂z
 
-r uses χ̂² from before the batch: where r is not clipped, z = γ x/√(χ̂² + ε) + β, as eval would compute it just before.
-For the first `warmup` iterations χ̄² and Ψ̄ are the batch's own, and for the first `correct_after` r is 1. With momentum
+r uses χ̂² from before the batch. Where r is not clipped, z = γ x/√(χ̂² + ε) + β, as in eval mode before the batch. For
+the first `warmup` iterations χ̄² and Ψ̄ are the batch's own, and for the first `correct_after` r is 1. With momentum
 m the t-th update has a = m/(1 − (1 − m)^t), so that the initial 1 never counts.
 
-The window consists of whole batches: the present one, and the newest earlier ones as long as all of them together have
-at most `window` images. Each batch weighs as much as it has images. Batches of B images make a window of ⌊window/B⌋
-batches with equal weights; a batch of more than `window` images is normalised by its own statistics.
+The window consists of the current batch and the newest earlier batches, as many as have at most `window` images
+together. Each batch is weighted by its number of images. A batch of more than `window` images is normalized by its own
+statistics.
 
-The weights are centred by a parametrization of the convolutions and linear layers before a norm: W − mean(W), the mean
-over each output's own weights.
+A parametrization centres the weights of the convolutions and linear layers before a norm: W − mean(W), with the mean
+over the weights of each output.
 
-What a forward writes depends on `recording` when it runs, what a backward writes (Ψ) on `recording` when that runs:
-so Double-Forward, which is for the former, leaves the latter in place.
+`recording` at the time of the forward decides whether χ² is recorded, and at the time of the backward whether Ψ is. So
+Double-Forward moves the recording of χ² only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from memnorm.norms.window import WindowedNorm, check_whole, count_up, push
 
 
 class Averaged(Moments):
-    """Moments of a batch, and χ̄² with it."""
+    """Moments of a batch, and χ̄² including the batch."""
 
     average: Tensor
 
@@ -53,14 +53,15 @@ class MovingAverageBatchNorm(WindowedNorm):
     """Moving average batch norm over (N, C, …).
 
     Args:
-        window: images in the averages χ̄² and Ψ̄, those of the present batch included.
+        window: images in the averages χ̄² and Ψ̄, including those of the current batch.
         max_ratio: λ, the limit of the correction r.
-        warmup: iterations that are normalised by their own statistics.
-        correct_after: iterations before the correction r is used; never within the warm-up.
+        warmup: iterations that are normalized by their own statistics.
+        correct_after: iterations before the correction r is used, at least `warmup`.
     """
 
     OPTIONS: ClassVar[dict[str, Any]] = {"window": 32, "max_ratio": 5.0, "warmup": 100, "correct_after": 1000}
     MOMENTUM: ClassVar[float] = 0.02
+    DEBIASED: ClassVar[bool] = True
     ROWS: ClassVar[tuple[str, ...]] = ("memory_square", "memory_product")
     IMAGES: ClassVar[tuple[str, ...]] = ("memory_square_images", "memory_product_images")
     MEMORY: ClassVar[tuple[str, ...]] = (*ROWS, *IMAGES, "memory_steps")
@@ -78,14 +79,12 @@ class MovingAverageBatchNorm(WindowedNorm):
 
     def _install(self, **options: Any) -> None:
         super()._install(**options)
-        if self.momentum == 0:
-            raise OptionError("mabn: momentum, the weight of the new batch, must be positive, or None; got 0")
         self.window = check_whole("window", self.window, 1)
         self.warmup, self.correct_after = (check_whole(name, options[name], 0) for name in ("warmup", "correct_after"))
         if not is_number(self.max_ratio) or self.max_ratio < 1:
             raise OptionError(f"max_ratio must be a number, at least 1; got {self.max_ratio!r}")
         if self.running_mean is not None:
-            self.running_mean = torch.zeros_like(self.running_mean)  # not in place: the layer replaced may live on
+            self.running_mean = torch.zeros_like(self.running_mean)  # not in place: the replaced layer keeps its mean
         for name in self.ROWS:
             self._remember(name, self.window - 1, self.num_features)  # batches of one image fill them
         for name in self.IMAGES:
@@ -94,13 +93,9 @@ class MovingAverageBatchNorm(WindowedNorm):
         self._positions = 1
 
     def _read(self) -> Moments:
-        """The remembered χ², their moving average; the images of each, and the iterations since the start."""
+        """The remembered χ², their moving average, their numbers of images, and the number of iterations."""
         counts = torch.cat([self.memory_square_images, self.memory_steps[None]])
         return Moments(snapshot(self.memory_square), snapshot(self.running_var), snapshot(counts))
-
-    def _share(self, batches: Tensor) -> Tensor | float:
-        share = super()._share(batches)
-        return share if self.momentum is None else share / (1 - (1 - share) ** (self._as_float(batches) + 1))
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         self._require_writing_backward()
@@ -114,8 +109,8 @@ class MovingAverageBatchNorm(WindowedNorm):
         return batch.weight // self._positions
 
     def _averages(self, batch: Moments, state: Moments) -> tuple[Tensor, Tensor, Tensor]:
-        """χ̄², r, and whether χ̄² is that of the window. With `momentum=None` torch's tools collect statistics over
-        batches that are each normalised on their own, and so do we.
+        """χ̄², r, and True if χ̄² is the average over the window. Torch's tools set `momentum=None` to average
+        statistics over separately normalized batches.
         """
         square, counts = _square(batch), torch.as_tensor(state.weight)
         steps = counts[-1]
@@ -137,7 +132,7 @@ class MovingAverageBatchNorm(WindowedNorm):
         count_up(self.memory_steps, finite, max(self.warmup, self.correct_after))
 
     def _average_product(self, product: Tensor, images: int, settled: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-        """Ψ̄ for the backward of a batch, which is recorded in the buffers that its forward had."""
+        """Ψ̄ for the backward of a batch. Ψ is recorded in the buffers of the forward."""
         average = torch.where(settled, window_mean(product, images, rows, counts, self.window), product)
         if self.recording:
             self._push(rows, counts, product, images, product.isfinite().all())
@@ -160,17 +155,6 @@ class MovingAverageBatchNorm(WindowedNorm):
         super()._from_plain(state_dict, prefix)
         state_dict[prefix + "running_mean"] = torch.zeros_like(state_dict[prefix + "running_mean"])
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """A checkpoint from when the window counted batches loads with an empty window, which fills again within a few
-        iterations. The correction began with the end of the warm-up then.
-        """
-        if state_dict.pop(prefix + "memory_backwards", None) is not None and self.running_mean is not None:
-            for name in (*self.ROWS, *self.IMAGES):
-                state_dict[prefix + name] = torch.zeros_like(self.get_buffer(name))
-            steps = state_dict[prefix + "memory_steps"]
-            state_dict[prefix + "memory_steps"] = torch.where(steps < self.warmup, steps, self.correct_after)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
 
 def window_mean(newest: Tensor, images: int, rows_KC: Tensor, images_K: Tensor, window: int) -> Tensor:
     """The mean, by images, of `newest` and of the first rows that hold at most `window` images with it."""
@@ -184,7 +168,7 @@ def _square(batch: Moments) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """The layer as one node. Its backward is not the derivative of its forward: Ψ̄ stands where Ψ would."""
+    """The layer as one autograd node. Its backward uses Ψ̄ instead of Ψ, so it is not the derivative of the forward."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, average, ratio, settled, layer):
@@ -228,11 +212,11 @@ class Centred(nn.Module):
 
 
 def centre_weights(model: nn.Module, _options: Mapping[str, Any] | None = None) -> None:
-    """Centre the weights of every convolution and linear layer that a moving average batch norm of as many channels
-    follows in the order in which the model registers its layers; so a classifier is left as it is.
+    """Centre the weights of every convolution and linear layer that is followed by a moving average batch norm of as
+    many channels, in the order of registration.
 
-    The parameter stays the same object, under the name torch gives it (`parametrizations.weight.original`);
-    checkpoints of the model without centring load as well.
+    The parameter stays the same object, under torch's name `parametrizations.weight.original`. Checkpoints of the model
+    without centring load as well.
     """
 
     def channels_of(module: nn.Module) -> int | None:
@@ -245,7 +229,7 @@ def centre_weights(model: nn.Module, _options: Mapping[str, Any] | None = None) 
 def settle_weights(model: nn.Module) -> None:
     """Undo `centre_weights`: the centred weights become ordinary parameters."""
     for module in model.modules():
-        if _is_centred(module):
+        if is_centred(module):
             # Torch takes the weight's property away from the class, which a deepcopy of the module shares.
             shared = type(module)
             module.__class__ = type(shared.__name__, shared.__bases__, dict(vars(shared)))
@@ -253,13 +237,13 @@ def settle_weights(model: nn.Module) -> None:
 
 
 def _centre(layer: Any) -> None:
-    if _is_centred(layer) or layer.weight.numel() == outputs_of(layer):  # one weight per output: nothing would be left
+    if is_centred(layer) or layer.weight.numel() == outputs_of(layer):  # one weight per output: nothing would be left
         return
     parametrize.register_parametrization(layer, "weight", Centred(layer))
     layer._register_load_state_dict_pre_hook(_accept_plain_weight)
 
 
-def _is_centred(layer: nn.Module) -> bool:
+def is_centred(layer: nn.Module) -> bool:
     if not parametrize.is_parametrized(layer, "weight"):
         return False
     return any(isinstance(one, Centred) for one in layer.parametrizations["weight"])  # type: ignore[index]

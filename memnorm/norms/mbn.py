@@ -1,7 +1,7 @@
 """From batch norm to memorized batch norm and back, one layer at a time.
 
-A replacement takes over everything the layer carries (parameters, hooks, mode, attributes set by the user) by sharing
-the contents of its `__dict__`; the way back drops what was added and restores the class it came from.
+A replacement shares the contents of the `__dict__` of the replaced layer: parameters, hooks, mode, attributes set by
+the user. The way back removes what was added and restores the original class.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from memnorm.errors import InputError, OptionError
 from memnorm.layers import MemorizedBatchNorm, MemorizedBatchNorm1d, MemorizedBatchNorm2d, MemorizedBatchNorm3d
 from memnorm.norms.base import has_activation, takes_over
+from memnorm.schedule import watch_strength
 
 OPTIONS: dict[str, Any] = {"memory_size": 20, "decay": 0.9, "strength": 0.5}
 OPTIONS |= {"prior_weight": 1.0, "prior_from_init": False, "sync": False}
@@ -23,7 +24,7 @@ OWN_ATTRIBUTES |= {"_initial_strength", "_source_class", "_rank", "ranks", "_pla
 
 
 class MemorizedBatchNormNd(MemorizedBatchNorm2d):
-    """In place of a layer that takes data of any rank, such as SyncBatchNorm."""
+    """Replaces a layer that takes data of any rank, such as SyncBatchNorm."""
 
     ranks: tuple[int, ...] = ()  # of the data seen last
     _rank: int | None = None
@@ -38,15 +39,15 @@ class MemorizedBatchNormNd(MemorizedBatchNorm2d):
 
     @property
     def plain_class(self) -> type[_BatchNorm]:  # type: ignore[override]
-        """The plain class for the data seen so far; for none, the class the layer came from."""
+        """The plain class for the rank of the last data; if there was none, the class of the replaced layer."""
         by_rank = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
         return by_rank.get(self._rank or 0, self._source_class)
 
 
 class MemorizedBatchNormAct2d(MemorizedBatchNorm2d):
-    """In place of a batch norm with a `drop` and an `act` layer of its own behind it, such as timm's BatchNormAct2d.
+    """Replaces a batch norm that applies its own `drop` and `act` layers, such as timm's BatchNormAct2d.
 
-    Its instances also belong to the class they came from (`with_activation`), by which its library recognises them.
+    Its instances are also instances of the replaced class (`with_activation`), which timm checks.
     """
 
     _source_class: type[_BatchNorm]
@@ -66,7 +67,7 @@ class MemorizedBatchNormAct2d(MemorizedBatchNorm2d):
 
 @functools.cache
 def with_activation(base: Any, source: Any) -> type[MemorizedBatchNormAct2d]:
-    """The class `base` whose instances also belong to `source`, the class they came from."""
+    """A subclass of both `base` and `source`, the class of the replaced layer."""
     return type(base.__name__, (base, source), {"__module__": base.__module__})
 
 
@@ -86,9 +87,7 @@ class Family(NamedTuple):
     options_of_model: tuple[str, ...] = ()  # handled elsewhere
 
     def replace(self, layer: _BatchNorm, /, **options: Any) -> MemorizedBatchNorm:
-        """A layer of this family in place of a batch norm for which `why_not` has no objection. A layer that is of the
-        family already gets new options and keeps its memory.
-        """
+        """The replacement of a batch norm. A layer of this family gets the options and keeps its memory."""
         unknown = options.keys() - self.options.keys()
         if unknown:
             raise OptionError(
@@ -100,6 +99,7 @@ class Family(NamedTuple):
         new = takes_over(layer, self._class_for(layer))
         new._source_class = type(layer)
         new._install_memory(**{**self.options, **options})
+        watch_strength(new)
         return cast(MemorizedBatchNorm, new)
 
     def _class_for(self, layer: _BatchNorm) -> type[MemorizedBatchNorm]:
@@ -137,7 +137,7 @@ FAMILY = Family(
 
 
 def plain(layer: MemorizedBatchNorm) -> _BatchNorm:
-    """The batch norm of torch (or of the library the layer came from) that evaluates as `layer` does."""
+    """The batch norm that computes the same as `layer` in eval mode, of the class that `layer` replaced."""
     new = takes_over(layer, layer.plain_class)
     for name in layer.own_buffers:
         del new._buffers[name]

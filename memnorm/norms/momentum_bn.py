@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memnorm.errors import OptionError, is_number
 from memnorm.functional import Moments, batch_moments, normalize, snapshot
-from memnorm.norms.base import RunningNorm, blend
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, blend
 from memnorm.norms.brn import check_total_steps
 
 AVERAGES = {"momentum_mean": "running_mean", "momentum_var": "running_var"}
@@ -83,8 +83,8 @@ class MomentumBatchNorm(RunningNorm):
     def _record(self, batch: Moments, state: Moments) -> None:
         size = int(batch.weight)
         now = 1 - self.past_share(size)
+        finite = (batch.mean.isfinite() & batch.var.isfinite()).all()
         for buffer, value in ((self.momentum_mean, batch.mean), (self.momentum_var, batch.var)):
-            finite = (batch.mean.isfinite() & batch.var.isfinite()).all()
             buffer.copy_(torch.where(finite, blend(buffer, value, now).to(buffer.dtype), buffer))
         share = self._share(self.num_batches_tracked)
         if self.momentum is not None:
@@ -100,17 +100,13 @@ class MomentumBatchNorm(RunningNorm):
 
 
 ENTRY: dict[str, Any] = {
+    **ENTRY_OF_RUNNING_NORM,
     "name": "momentum_bn",
     "title": "Momentum Batch Normalization",
     "paper": "Yong, Huang, Meng, Hua and Zhang, Momentum Batch Normalization for Deep Learning with Small Batch Size, "
     "ECCV 2020",
     "replace": MomentumBatchNorm.replacing,
-    "records": True,
     "state": "moving averages of mean and variance, one pair for training and one for inference",
-    "batch_one": False,
-    "keeps_weights": True,
-    "folds": True,
-    "double_forward": "fresher statistics",
     "learning_rate": "0.1 · batch size / 64",
     "scales_with_run": True,
 }

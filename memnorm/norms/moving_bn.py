@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memnorm.functional import Moments, constant_moments
-from memnorm.norms.base import RunningNorm
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm
 
 
 class MovingBatchNorm(RunningNorm):
@@ -31,14 +31,9 @@ class MovingBatchNorm(RunningNorm):
 
 
 ENTRY: dict[str, Any] = {
+    **ENTRY_OF_RUNNING_NORM,
     "name": "moving_bn",
     "title": "Moving averages alone",
     "paper": "as an example of what fails: Ioffe, Batch Renormalization, NeurIPS 2017",
     "replace": MovingBatchNorm.replacing,
-    "records": True,
-    "state": "moving averages of mean and variance",
-    "batch_one": False,
-    "keeps_weights": True,
-    "folds": True,
-    "double_forward": "fresher statistics",
 }

@@ -197,9 +197,11 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     def _updates_counted(self) -> int:
         """The value of `num_updates`. Reads the device only if somebody else has written the buffer."""
         buffer: Any = self._buffers["num_updates"]
-        if self._counted[:2] != (id(buffer), version_of(buffer)):
-            self.__dict__["_counted"] = id(buffer), version_of(buffer), int(buffer)
-        return self._counted[2]
+        known, version, count = self._counted
+        if known != id(buffer) or version != version_of(buffer):
+            count = int(buffer)
+            self.__dict__["_counted"] = id(buffer), version_of(buffer), count
+        return count
 
     @torch.no_grad()
     def _follow(self, count: int) -> None:
@@ -221,20 +223,22 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         something was recorded since the last one. A layer without a trainable parameter, frozen or in a teacher,
         follows the first optimizer that steps after a training forward of the layer.
         """
+        if self._faded_at == self._versions():
+            return False
         trainable = False
         for own in self._parameters.values():
             if own is not None and own.requires_grad:
                 trainable = True
                 if id(own) in held:
                     self.__dict__["_has_optimizer"] = True
-                    return self._faded_at != self._versions()
+                    return True
         if trainable:
             return False
         leader = self._leader and self._leader()
         if leader is None and self._has_run:
             leader = optimizer
             self.__dict__["_leader"], self.__dict__["_has_optimizer"] = ref(optimizer), True
-        return leader is optimizer and self._faded_at != self._versions()
+        return leader is optimizer
 
     def _versions(self) -> tuple[int, ...]:
         """Change whenever something is recorded. Under a dispatch mode torch does not count what `_foreach_copy_`
@@ -242,8 +246,11 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         """
         buffers: Any = self._buffers
         one, other = buffers["running_weight"], buffers["backward_weight"]
-        batches = version_of(buffers["num_batches_tracked"])
-        return id(one), version_of(one), id(other), version_of(other), batches
+        batches = buffers["num_batches_tracked"]
+        try:
+            return id(one), one._version, id(other), other._version, batches._version
+        except RuntimeError:  # inference tensors have no version
+            return id(one), version_of(one), id(other), version_of(other), version_of(batches)
 
     def _after_update(self) -> None:
         """The memory has faded."""

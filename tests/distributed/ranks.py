@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,59 +31,31 @@ from memnorm import norms
 from memnorm.distributed import broadcast_memory, exchange_memory
 
 
-def plain() -> list[Any]:
-    """DDP as it is: no option of ours, none of its own. One batch size for all, so that nobody's is empty."""
-    model = wrapped(net())
-    return trajectory(model, sgd(model), even_part)
-
-
-def joint_single() -> list[Any]:
-    model = wrapped(net(sync=True))
-    return trajectory(model, sgd(model), own_part)
-
-
-def joint_double() -> list[Any]:
-    model = wrapped(net(sync=True))
+def train(part: Any, *, make: Any = net, twice: bool = False, share: bool = False, **options: Any) -> list[Any]:
+    """A training under DDP. The exchange is attached first, and still has to wait for the second forward."""
+    model = wrapped(make(**options))
     optimizer = sgd(model)
-    memnorm.double_forward(model, optimizer)
-    return trajectory(model, optimizer, own_part)
+    if share:
+        exchange_memory(model, optimizer)
+    if twice:
+        memnorm.double_forward(model, optimizer)
+    return trajectory(model, optimizer, part)
 
 
-def exchanged_single() -> list[Any]:
-    model = wrapped(net())
-    optimizer = sgd(model)
-    exchange_memory(model, optimizer)
-    return trajectory(model, optimizer, even_part)
-
-
-def exchanged_double() -> list[Any]:
-    """The exchange is attached first and has to wait for the second forward all the same."""
-    model = wrapped(net())
-    optimizer = sgd(model)
-    exchange_memory(model, optimizer)
-    memnorm.double_forward(model, optimizer)
-    return trajectory(model, optimizer, even_part)
-
-
-def plain_two_way() -> list[Any]:
-    model = wrapped(two_way_net())
-    return trajectory(model, sgd(model), even_part)
-
-
-def joint_two_way() -> list[Any]:
-    model = wrapped(two_way_net(sync=True))
-    return trajectory(model, sgd(model), own_part)
-
-
-def exchanged_two_way() -> list[Any]:
-    model = wrapped(two_way_net())
-    optimizer = sgd(model)
-    exchange_memory(model, optimizer)
-    return trajectory(model, optimizer, even_part)
+TRAININGS = {
+    "plain": partial(train, even_part),  # one batch size for all ranks, so that no batch is empty
+    "joint_single": partial(train, own_part, sync=True),
+    "joint_double": partial(train, own_part, sync=True, twice=True),
+    "exchanged_single": partial(train, even_part, share=True),
+    "exchanged_double": partial(train, even_part, share=True, twice=True),
+    "plain_two_way": partial(train, even_part, make=two_way_net),
+    "joint_two_way": partial(train, own_part, make=two_way_net, sync=True),
+    "exchanged_two_way": partial(train, even_part, make=two_way_net, share=True),
+}
 
 
 def collectives() -> dict[str, dict[str, int]]:
-    """Of one step, by mode."""
+    """The collectives of one step and of one forward, by mode."""
     found = {}
     for mode in ("bn", "plain", "sync", "exchange"):
         model: Any = small_net(dtype=torch.float64) if mode == "bn" else net(sync=mode == "sync")
@@ -98,7 +71,7 @@ def collectives() -> dict[str, dict[str, int]]:
 
 
 def accumulated(model: Any, optimizer: Any, part: Any) -> list[dict[str, Tensor]]:
-    """Two batches per step, the gradients of the first one not averaged yet; the state after every step."""
+    """The state after every step of two batches. DDP averages the gradients with the second batch."""
     seen = []
     for step in range(4):
         optimizer.zero_grad()
@@ -134,7 +107,7 @@ def odd_part(rank: int) -> Tensor:
 
 
 def second_derivative() -> dict[str, Tensor]:
-    """Of a joint layer: the gradient of a gradient's square."""
+    """The gradient of the square of a gradient of a joint layer."""
     layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64, sync=True)
     layer(randn(4, 3, 2, 2, seed=50 + dist.get_rank()) + 1)
     x = odd_part(dist.get_rank()).requires_grad_()
@@ -146,7 +119,7 @@ def second_derivative() -> dict[str, Tensor]:
 
 
 def checkpointed() -> dict[str, Any]:
-    """Activation checkpointing runs the layers, collectives included, once more inside backward."""
+    """Activation checkpointing runs the layers and their collectives again inside backward."""
     found = {}
     for name in ("plain", "checkpointed"):
         model = net(sync=True)
@@ -159,7 +132,7 @@ def checkpointed() -> dict[str, Any]:
 
 
 def group_of_two() -> dict[str, Any]:
-    """`sync=group`: those in it share their batch, the others know nothing of it; copies are in the group, too."""
+    """`sync=group`: the members share their batch, other ranks do not. A copy is in the group, too."""
     group = dist.new_group([0, 1])
     layer = memnorm.convert(torch.nn.BatchNorm2d(3).double(), sync=group)
     layer = copy.deepcopy(layer)
@@ -171,7 +144,7 @@ def group_of_two() -> dict[str, Any]:
 
 
 def exchanged_in_groups() -> dict[str, Any]:
-    """Those outside a group, and those alone in one, remember their own batches."""
+    """Ranks outside the group, and a rank that is alone in it, remember their own batches."""
     found = {}
     for members in ([0, 1], [0]):
         layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64)
@@ -197,7 +170,7 @@ def narrow() -> dict[str, Any]:
 
 
 def scant() -> list[str]:
-    """What every process hears of a joint batch with nothing in it, and with a single value."""
+    """The error of every rank for an empty joint batch, and for a single value."""
     layer = memnorm.MemorizedBatchNorm1d(3, sync=True)
 
     def heard(size: int) -> str:
@@ -216,7 +189,7 @@ def without_statistics() -> Tensor:
 
 
 def handed_out() -> dict[str, Tensor]:
-    """Memories that differ, and then are rank 0's."""
+    """Different memories, overwritten by that of rank 0."""
     model = net()
     model(even_part(0)[0])
     broadcast_memory(model)
@@ -224,7 +197,7 @@ def handed_out() -> dict[str, Tensor]:
 
 
 def others() -> dict[str, dict[str, Tensor]]:
-    """The weights that each of the recording norms ends with, its memory that of DDP's defaults."""
+    """The final weights with each norm that records, under DDP's defaults."""
     found = {}
     for name in norms.available():
         if norms.get(name).records:
@@ -241,7 +214,7 @@ def others() -> dict[str, dict[str, Tensor]]:
 
 
 def spoilt() -> dict[str, Tensor]:
-    """Rank 0's batch is not finite, and then nobody has recorded anything at all."""
+    """The batch of rank 0 is not finite. In the second step no rank has recorded anything."""
     layer = memnorm.MemorizedBatchNorm2d(3, dtype=torch.float64)
     optimizer = sgd(layer)
     exchange_memory(layer, optimizer)
@@ -253,11 +226,9 @@ def spoilt() -> dict[str, Tensor]:
 
 
 PROGRAMS = (
-    *(plain, joint_single, joint_double, exchanged_single, exchanged_double),
-    *(plain_two_way, joint_two_way, exchanged_two_way),
     *(collectives, accumulated_joint, accumulated_exchange, second_derivative, checkpointed, group_of_two, scant),
     *(without_statistics, handed_out, spoilt, exchanged_in_groups, narrow, others),
 )
 
 if __name__ == "__main__":
-    main({program.__name__: program for program in PROGRAMS})
+    main({**TRAININGS, **{program.__name__: program for program in PROGRAMS}})

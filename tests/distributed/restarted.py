@@ -22,14 +22,14 @@ OF_RANK_0 = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # else each 
 
 
 def snapshot(model: Any, optimizer: Any) -> dict[str, Any]:
-    """What is under the same key in all processes is saved by rank 0; memories may differ, so each has a key too."""
+    """Rank 0 saves what has the same key on all ranks. Memories may differ, so each rank has its own key for them."""
     weights, moments = get_state_dict(model, optimizer)
     memory = {name: buffer.clone() for name, buffer in model.module.named_buffers()}  # not what "model" is loaded into
     return {"model": weights, "optimizer": moments, f"memory of rank {dist.get_rank()}": memory}
 
 
 def resume(folder: Path, model: Any, optimizer: Any) -> int:
-    """Load the last checkpoint that was completed, and tell after which step it was written."""
+    """Load the last checkpoint that was completed, and return the step after which it was written."""
     newest = max(folder.glob("step-*/.metadata"), default=None)
     if newest is None:
         return 0

@@ -21,7 +21,7 @@ LAYERS = 2  # memorized ones of the net
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} processes".format)
 def found(request, tmp_path_factory):
-    """What each process found, by the name of its program in ranks.py."""
+    """The results of each rank, by the name of its program in ranks.py."""
     folder = tmp_path_factory.mktemp("ranks")
     torchrun(str(PROGRAM), str(folder), processes=request.param)
     return results(folder, request.param)
@@ -51,7 +51,7 @@ def test_every_rank_has_the_same_parameters_after_every_step(found, name):
 
 
 def test_under_plain_ddp_every_rank_remembers_its_own_batches(found):
-    """The first layer sees the images through a convolution of rank 0's first weights: known here."""
+    """The weights of the first convolution are known: they are the initial ones."""
     first = net()
     for rank, seen in enumerate(found):
         mean = first[0](image_of(rank, 0)).mean((0, 2, 3))
@@ -88,7 +88,7 @@ def test_sync_is_one_process_with_the_joint_batch(found, scheme):
 
 
 def test_sync_is_one_process_with_the_joint_batch_for_two_way_memory_as_well(found):
-    """DDP averages gradients, so the loss of a process counts as often as there are processes; so do the means."""
+    """DDP averages gradients, so each rank multiplies its loss by the number of ranks, and with it the means."""
     model = two_way_net()
     ranks = len(found)
     for step, alone in enumerate(trajectory(model, sgd(model), everything(ranks))):
@@ -118,7 +118,7 @@ def test_two_way_layers_exchange_both_memories_and_count_every_value(found):
 
 
 def replicas_that_share(ranks, double):
-    """What `exchange_memory` promises, literally: the inputs of a layer in all processes as one set of values."""
+    """`exchange_memory`, literally: the inputs of a layer on all ranks are one set of values."""
     replicas = [net() for _ in range(ranks)]
     optimizers = [sgd(replica) for replica in replicas]
     for step in range(STEPS):
@@ -180,7 +180,7 @@ def test_an_exchanged_memory_holds_the_values_of_all_ranks_as_one_batch_per_step
 
 @newer_than((2, 8), "its profiler does not see the reduction of the gradients")
 def test_collectives_of_a_step(found):
-    """BN has its buffers copied from rank 0; plain DDP has nothing but the gradients; an exchange adds one."""
+    """BN broadcasts its buffers; a memory needs only the reduction of the gradients; an exchange adds one gather."""
     counts = found[0]["collectives"]
     gradients = {"gloo:all_reduce": 1}
     assert counts["bn"].keys() == {"gloo:all_reduce", "gloo:broadcast"}
@@ -189,7 +189,7 @@ def test_collectives_of_a_step(found):
     assert counts["sync"] == {"gloo:all_gather": LAYERS, "gloo:all_reduce": 1 + LAYERS}
 
 
-def test_the_exchange_is_outside_the_forward(found):
+def test_the_exchange_communicates_outside_the_forward(found):
     counts = found[0]["collectives"]
     assert counts["forward of sync"] == {"gloo:all_gather": LAYERS}
     assert counts["forward of exchange"] == counts["forward of plain"] == {}
@@ -212,7 +212,7 @@ def test_accumulation_with_no_sync_is_one_process_that_accumulates(found):
 
 
 def test_the_exchange_makes_one_entry_of_the_accumulated_batches_of_all_ranks(found):
-    """After the first step, with its weights, in the second forward."""
+    """The second forward of the first step records with the new weights."""
     ranks = len(found)
     state = found[0]["accumulated_exchange"][0]
     model = net()
@@ -288,7 +288,7 @@ def test_a_joint_layer_keeps_wide_statistics_of_narrow_data(found, dtype):
         assert one["state"]["memory_mean"].dtype == torch.float32
 
 
-def test_an_empty_joint_batch_passes_and_a_single_value_is_refused_in_every_process(found):
+def test_an_empty_joint_batch_passes_and_a_single_value_is_an_error_on_every_rank(found):
     for seen in found:
         empty, single = seen["scant"]
         assert empty == "nothing"
@@ -301,7 +301,7 @@ def test_without_statistics_it_is_batch_norm_of_the_joint_batch(found):
     same(torch.cat([seen["without_statistics"] for seen in found]), expected, atol=1e-12)
 
 
-def test_rank_0_can_hand_out_its_memory(found):
+def test_broadcast_memory_copies_the_memory_of_rank_0(found):
     model = net()
     model(image_of(0, 0))
     for seen in found:
@@ -314,7 +314,7 @@ def test_with_every_norm_that_records_all_ranks_have_the_same_parameters(found):
         same(seen["others"], found[0]["others"])
 
 
-def test_what_one_process_cannot_use_does_not_spoil_the_exchange(found):
+def test_a_batch_that_is_not_finite_does_not_enter_the_exchanged_memory(found):
     values = torch.cat([part(rank) for rank in range(1, len(found))])
     count = len(values) * 4 / (len(found) - 1)
     for seen in found:

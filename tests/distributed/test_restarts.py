@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("mode", ["local", "sync", "exchange"])
-def test_a_job_whose_process_was_killed_goes_on_from_torchs_checkpoint_and_ends_as_undisturbed(mode, tmp_path):
+def test_a_job_with_a_killed_process_resumes_from_torchs_checkpoint_and_equals_an_uninterrupted_one(mode, tmp_path):
     ends = {}
     for name, dies_after in (("undisturbed", -1), ("killed", 4)):
         folder = tmp_path / name

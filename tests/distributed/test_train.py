@@ -16,7 +16,7 @@ RUN = {"precision": "float64", "augment": False, "learning_rate": 0.02}
 
 
 def train(root, spec, *flags, torchrun_flags=()):
-    """Start it as a user would; what the store says of it."""
+    """Start `memnorm train` under torchrun, and return the stored result and metrics."""
     config = root / "run.yaml"
     config.write_text(spec.as_yaml())
     words = ["-m", "memnorm.lab", "train", "--config", str(config), "--runs", str(root), "--device", "cpu", *flags]
@@ -27,7 +27,7 @@ def train(root, spec, *flags, torchrun_flags=()):
 
 @pytest.mark.slow
 def test_with_a_joint_batch_it_is_the_run_of_one_process(tmp_path):
-    """44 images in batches of 8: the last one of an epoch is smaller. The numbers are those of one process but for
+    """44 images in batches of 8: the last one of an epoch is smaller. The numbers equal those of one process up to
     rounding.
     """
     spec = tiny(norm="mbn", scheme="double", norm_options={"sync": True}, **RUN)
@@ -44,10 +44,10 @@ def test_with_a_joint_batch_it_is_the_run_of_one_process(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("norm", "scheme", "forwards"), [("bn", "single", 1), ("mbn", "double", 2)])
-def test_a_process_that_dies_is_started_again_by_torchrun_and_the_run_ends_as_undisturbed(
+def test_a_run_with_a_killed_process_that_torchrun_restarts_equals_an_uninterrupted_one(
     norm, scheme, forwards, tmp_path
 ):
-    """It dies in a forward of iteration 7. Every process goes on with its own memory."""
+    """It dies in a forward of iteration 7. Every process resumes with its own memory."""
     spec = tiny(model="helpers.killed_rank:net", iterations=20, evaluations=2, norm=norm, scheme=scheme)
     ends = {}
     for name, at in (("undisturbed", None), ("killed", 7 * forwards + 1)):

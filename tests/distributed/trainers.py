@@ -34,7 +34,7 @@ def scenes() -> DataLoader:
 
 
 def network() -> Any:
-    """Without dropout: not every trainer leaves random numbers alone."""
+    """A network without dropout, because some trainers change the random state."""
     model = segmenter()
     model.depth[2].p = 0.0
     return model

@@ -1,4 +1,4 @@
-"""For the tests of norms without batch statistics: conversion by entry, and training compared with a reference."""
+"""For the tests of norms without batch statistics: training compared with a reference, and models of any wiring."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ import torch
 from helpers.common import leaf, randn
 from torch import Tensor, nn
 
-import memnorm
-
 SHAPES = [(4, 6, 5), (3, 6, 4, 3), (2, 6, 2, 3, 2)]
-
-
-def convert(model: nn.Module, entry: dict[str, Any], **options: Any) -> Any:
-    return memnorm.convert(model, entry["name"], **options)
 
 
 def random_batch_norm(shape: Any, *, seed: int = 7, **options: Any) -> Any:
@@ -58,3 +52,16 @@ def assert_trains_like(
 
 def per_channel(values: Tensor, x: Tensor) -> Tensor:
     return values.reshape([1, -1] + [1] * (x.dim() - 2))
+
+
+class Wired(nn.Module):
+    """Modules that `forward(self, x)`, a function, connects."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.connect = forward
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.connect(self, x)

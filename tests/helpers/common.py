@@ -21,7 +21,7 @@ SHAPES = [(8, 3), (8, 3, 5), (8, 3, 5, 4), (2, 3, 4, 3, 3)]
 
 
 def cpu_seconds() -> float:
-    """That child processes which have ended have used: on a busy machine they wait longer, but do not compute more."""
+    """The CPU time of the finished child processes, which does not depend on other load of the machine."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -40,13 +40,17 @@ class BatchNormAct2d(nn.BatchNorm2d):
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """As in torchvision: four buffers, no parameter."""
+    """As in torchvision: four buffers, no parameter. Checkpoints of batch norm load."""
 
-    def __init__(self, num_features):
+    def __init__(self, num_features, eps=1e-5):
         super().__init__()
-        self.eps = 1e-5
+        self.eps = eps
         for name, fill in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
             self.register_buffer(name, torch.full((num_features,), fill))
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        state_dict.pop(prefix + "num_batches_tracked", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, x):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)

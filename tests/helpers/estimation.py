@@ -20,8 +20,8 @@ DATA = randn(29, 4, seed=0) * torch.tensor([1.0, 2.0, 0.1, 5.0]) + torch.tensor(
 
 
 def deep_net(norm, *, seed=0):
-    """Three norms with nonlinear layers between them, for data (N, 4); statistics and affine maps are no one's
-    defaults, and a memory is partly filled.
+    """Three norms with nonlinear layers between them, for data (N, 4); statistics and affine maps differ from
+    the defaults, and a memory is partly filled.
     """
     net = nn.Sequential(
         nn.Linear(4, 6), norm(6), nn.ReLU(), nn.Linear(6, 5), norm(5), nn.Tanh(), nn.Linear(5, 3), norm(3)
@@ -49,7 +49,7 @@ def statistics(model):
 
 
 def inputs_of_norms(model, batches):
-    """What reaches each norm, whole, as the model is."""
+    """The concatenated inputs of each norm, in the current mode of the model."""
     seen = {name: [] for name in batch_norms(model)}
     handles = [
         layer.register_forward_pre_hook(lambda _module, args, name=name: seen[name].append(args[0].clone()))

@@ -17,7 +17,7 @@ MANY = {0: Dim("images", min=1)}  # any number of images
 
 
 def in_onnx_runtime(net: nn.Module, folder: Path) -> Callable[[Tensor], Tensor]:
-    """What ONNX Runtime makes of the network."""
+    """A function that runs the network in ONNX Runtime."""
     for needed in ("onnx", "onnxscript"):
         library(needed)
     runtime = library("onnxruntime")
@@ -44,7 +44,7 @@ def quantized(net: nn.Module) -> Any:
 
 
 def assert_folded(narrow: Any) -> None:
-    """It is quantized, and no norm is left to be computed."""
+    """Check that the network is quantized and computes no norm."""
     used = {str(node.target) for node in narrow.graph.nodes if node.op == "call_function"}
     assert "quantized_decomposed.dequantize_per_channel.default" in used
     assert not any("batch_norm" in name for name in used)

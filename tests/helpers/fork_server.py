@@ -22,7 +22,7 @@ from helpers.lab import PLAIN, end, python, tiny
 
 from memnorm.lab import environment, grid
 from memnorm.lab.errors import LabError
-from memnorm.lab.listen import GridListener, Listener, Outcome
+from memnorm.lab.listen import Listener, Outcome
 from memnorm.lab.runner import run
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store
@@ -132,7 +132,7 @@ def run_in_a_child(spec: dict[str, Any], root: str, pause: float = 0, die_at: in
     """A run with `pause` seconds after each step, that ends by its own hand at the file operation `die_at`."""
 
     class Voice(Listener):
-        def stepped(self, iteration: int) -> None:
+        def stepped(self, spec: RunSpec, iteration: int) -> None:
             say("stepped", iteration)
             time.sleep(pause)
 
@@ -164,7 +164,7 @@ def grid_in_a_child(
         say("outcome", outcome.spec.name, outcome.status, outcome.message.splitlines() or "")
 
 
-class GridEar(GridListener):
+class GridEar(Listener):
     """Says and remembers what it hears; `at` names things to be done on hearing something for the first time."""
 
     def __init__(self, at: dict[str, str] | None = None) -> None:

@@ -55,7 +55,7 @@ LONG = tiny(iterations=20, evaluations=2, model_options={"dropout": 0.3})
 
 
 class Pause(nn.Module):
-    """Makes training take its time."""
+    """Slows training down."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def refuse(num_classes: int) -> nn.Module:
 
 
 class Ear(Listener):
-    """Remembers all that it hears."""
+    """Records every call."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
@@ -97,13 +97,13 @@ class Ear(Listener):
     def began(self, spec: RunSpec, iteration: int) -> None:
         self.heard.append(("began", iteration))
 
-    def stepped(self, iteration: int) -> None:
+    def stepped(self, spec: RunSpec, iteration: int) -> None:
         self.heard.append(("stepped", iteration))
 
-    def evaluated(self, line: dict[str, Any]) -> None:
+    def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
         self.heard.append(("evaluated", line["iteration"]))
 
-    def message(self, text: str) -> None:
+    def message(self, spec: RunSpec, text: str) -> None:
         self.heard.append(("message", text))
 
     def all(self, kind: str) -> list[Any]:
@@ -121,8 +121,8 @@ class Crasher(Ear):
         super().__init__()
         self.at = at
 
-    def stepped(self, iteration: int) -> None:
-        super().stepped(iteration)
+    def stepped(self, spec: RunSpec, iteration: int) -> None:
+        super().stepped(spec, iteration)
         if iteration == self.at:
             raise Crash
 
@@ -153,7 +153,7 @@ def undisturbed(spec: RunSpec) -> tuple[Any, Any]:
 def assert_ends_as_undisturbed(
     spec: RunSpec, store: Store, *, began: int | None = None, tidy: bool = True, **execution: Any
 ) -> Ear:
-    """Go on with the run; it is bit for bit what it would have been, and nothing is left lying about."""
+    """Resume the run. It is bit for bit what it would have been, and leaves no temporary file."""
     ear = Ear()
     result = run(spec, store, execution=replace(PLAIN, **execution), listener=ear)
     folder = store.run(spec)
@@ -239,7 +239,7 @@ def images_of(source: Source) -> Tensor:
 def python(
     script: str, *arguments: object, prefix: tuple[str, ...] = (), more: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """A process of its own that runs `script` and talks by lines; `more` goes into its environment."""
+    """A process that runs `script` and prints lines; `more` is added to its environment."""
     # no empty part: that would be the folder it runs in
     here = os.pathsep.join(filter(None, [str(TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
     return subprocess.Popen(
@@ -253,7 +253,7 @@ def python(
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill it, if it still runs, and close what leads to it."""
+    """Kill the process if it still runs, and close its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout, process.stderr):
@@ -262,7 +262,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def said(process: subprocess.Popen[str], timeout: float = 60) -> str:
-    """Everything that a process wrote to stdout; it must have ended well."""
+    """Return everything that a process wrote to stdout; its exit code must be 0."""
     output, errors = process.communicate(timeout=timeout)
     assert process.returncode == 0, errors
     return output
@@ -284,7 +284,7 @@ def on_a_small_disk(script: str, folder: Path, size: str, *arguments: object) ->
 
 
 def result_of(answer: tuple[int, str, str]) -> Any:
-    """What a command printed as JSON, if it ended well."""
+    """The JSON that a command printed; its exit code must be 0."""
     code, out, err = answer
     assert code == 0, err
     return json.loads(out)

@@ -28,7 +28,7 @@ RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else processes star
 
 
 def torchrun(*program: str, processes: int, flags: tuple[str, ...] = ()) -> None:
-    """Run a program in several processes; what they complain about fails the test."""
+    """Run a program in several processes. An error in one of them fails the test."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *flags]
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **RESTARTABLE, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -118,7 +118,7 @@ def everything(ranks: int) -> Callable[[int], tuple[Tensor, Tensor, float]]:
 
 
 def collectives_of(work: Callable[[], None]) -> dict[str, int]:
-    """What the process group was asked to do during `work`, whoever asked."""
+    """The number of collectives during `work`, by name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         work()
     names = [event.name for event in profile.events() if event.name.startswith("gloo:")]
@@ -136,8 +136,8 @@ def main(programs: dict[str, Callable[..., Any]]) -> None:
 
 
 def leave() -> None:
-    """End the process group. Torch holds Python's lock while it waits for gloo's thread, which needs the lock to let go
-    of the last collective's tensors: it gets a moment to do so before.
+    """End the process group. Torch holds the GIL while it waits for gloo's thread, which needs the GIL to free the
+    tensors of the last collective. So give it time to do that first.
     """
     time.sleep(0.3)
     dist.destroy_process_group()

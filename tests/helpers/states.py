@@ -34,7 +34,7 @@ MEMORY = ("running_weight", "memory_mean", "memory_var", "memory_count")
 
 
 def batch(index: int, dtype: torch.dtype = torch.float64, *, channels: int = C) -> Tensor:
-    """Data of another size for every index, so that batches have different counts."""
+    """A batch whose size depends on the index."""
     return leaf((3 + index, channels, 4, 2), seed=index, dtype=dtype).detach()
 
 
@@ -53,7 +53,7 @@ def trained(steps: int = 3, dtype: torch.dtype = torch.float64, **options: Any) 
 
 
 def plain(dtype: torch.dtype = torch.float64, *, steps: int = 3, channels: int = C) -> nn.BatchNorm2d:
-    """A batch norm of torch, with statistics and parameters that no memorized layer of these tests has."""
+    """A batch norm of torch whose statistics and parameters differ from those of `trained`."""
     layer = nn.BatchNorm2d(channels, dtype=dtype)
     randomize(layer, seed=30)
     for index in range(steps):

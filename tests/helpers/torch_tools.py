@@ -46,7 +46,7 @@ def _drawn(net: nn.Module) -> nn.Module:
 
 
 def trained(net: nn.Module, steps: int = 5, **options: Any) -> nn.Module:
-    """The network after a few steps, with a memory and statistics of its own; `options` are of `step`."""
+    """The network after a few steps; `options` are those of `step`."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for seed in range(steps):
         step(net, optimizer, seed, **options)

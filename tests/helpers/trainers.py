@@ -1,4 +1,4 @@
-"""A model of the kind that trainers are used for, its data, and the plain loop that every trainer must equal."""
+"""A model for the trainers, its data, and the plain loop that every trainer must equal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Scenes(Dataset):
 
 
 def scenes(accumulate: int = 1) -> DataLoader:
-    """The loader draws from a generator of its own: dropout sees the same random numbers in every loop."""
+    """The loader has its own generator, so that dropout draws the same random numbers in every loop."""
     return DataLoader(Scenes(BATCH * accumulate * STEPS), batch_size=BATCH, generator=torch.Generator())
 
 

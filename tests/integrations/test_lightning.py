@@ -103,7 +103,7 @@ def test_none_leaves_out_the_second_forward_and_the_schedule():
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")
-def test_a_resumed_training_ends_as_an_undisturbed_one(tmp_path):
+def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path):
     """Two epochs of three steps. Without dropout: its random numbers are no part of Lightning's checkpoints."""
 
     def run(epochs, **options):

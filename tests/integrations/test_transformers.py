@@ -73,7 +73,7 @@ def test_options_reach_double_forward_and_the_schedule(tmp_path):
     assert_same_state(made.model, plain_loop(every=2, fraction=0.5, schedule=schedule))
 
 
-def test_a_training_resumed_from_a_checkpoint_ends_as_an_undisturbed_one(tmp_path):
+def test_a_training_resumed_from_a_checkpoint_equals_an_uninterrupted_one(tmp_path):
     def made():
         callback = MemnormCallback(double_forward={"every": 2, "fraction": 0.5})
         return trainer(tmp_path, callback, dropout=0.0, save_strategy="steps", save_steps=3)
@@ -86,7 +86,7 @@ def test_a_training_resumed_from_a_checkpoint_ends_as_an_undisturbed_one(tmp_pat
     assert float(resumed.model.color[1].strength) == 0.9
 
 
-def test_nothing_stays_attached_and_a_training_after_an_exception_is_as_good_as_any(tmp_path):
+def test_a_training_after_an_exception_equals_the_plain_loop_and_leaves_no_hook(tmp_path):
     callback = MemnormCallback()
     with pytest.raises(ZeroDivisionError):
         trainer(tmp_path, callback, kind=Failing).train()

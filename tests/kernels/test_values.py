@@ -16,6 +16,8 @@ from helpers.kernels import (
     threads,
 )
 
+from memnorm.kernels import cpu
+
 pytestmark = needs_kernels
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = [(6, 5), (5, 4, 6), (4, 3, 5, 6), (2, 3, 4, 3, 5)]
@@ -34,6 +36,28 @@ def test_a_trajectory_longer_than_the_memory_is_the_references(dtype, shape):
                 layer_for(shape, dtype, memory_size=3, strength=0.7), batches(shape, dtype, layout, 6)
             )
         assert calls == {"train": 6, "backward": 6}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_read_by_attributes_give_the_same_values(dtype, layout):
+    """Old versions of torch have no table of functions that describes tensors."""
+
+    def trajectory():
+        layer = layer_for((4, 3, 5, 6), dtype, memory_size=2)
+        steps = [step(layer, x, data(x.shape, 9, dtype)) for x in batches((4, 3, 5, 6), dtype, layout)]
+        return [*steps, dict(layer.named_buffers())]
+
+    with counted() as calls:
+        expected = trajectory()
+        cpu.introduce_torch(cpu.module(), None)
+        try:
+            found = trajectory()
+        finally:
+            cpu.introduce_torch(cpu.module(), cpu._EXCHANGE)
+    assert calls == {"train": 8, "backward": 8}
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 @pytest.mark.parametrize("memory_size", [1, 2, 20, None, 1000], ids=str)

@@ -1,9 +1,14 @@
 """Fixtures of the lab's tests."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from memnorm.lab.cli import main
 from memnorm.lab.store import Store
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # tests of the literal training loop
 
 
 @pytest.fixture

@@ -65,20 +65,6 @@ def test_the_newest_two_are_kept_and_come_newest_first(folder):
     assert len(os.listdir(folder)) == 2
 
 
-def test_the_order_is_by_iteration_and_not_by_time(tmp_path):
-    for number in (999_999, 1_000_000, 9):
-        (tmp_path / f"checkpoint-{number:010}-0123456789abcdef.pt").touch()
-    complaints = read(tmp_path)[1]
-    assert [int(text[11:21]) for text in complaints] == [1_000_000, 999_999, 9]
-
-
-def test_a_folder_without_checkpoints_has_none(tmp_path):
-    (tmp_path / "checkpoint-1.pt").touch()
-    (tmp_path / ".checkpoint-0000000030.x.tmp").touch()
-    (tmp_path / "checkpoint-0000000030-0123456789abcdef.pt.bak").touch()
-    assert read(tmp_path) == ([], [])
-
-
 DAMAGE = {
     "first byte": lambda content: bytes([content[0] ^ 1]) + content[1:],
     "byte 500": lambda content: content[:500] + bytes([content[500] ^ 128]) + content[501:],
@@ -174,14 +160,6 @@ def test_the_hostile_file_of_these_tests_is_hostile(tmp_path):
     assert (tmp_path / "executed").exists()
 
 
-def test_a_file_of_something_else_falls_back_to_the_one_before(folder):
-    torch.save(torch.zeros(3), path_of(folder, 20))
-    under_its_own_hash(path_of(folder, 20))
-    found, complaints = read(folder)
-    assert found == [10]
-    assert "it holds no state of a run" in complaints[0]
-
-
 def test_going_back_does_not_cost_the_checkpoints_that_follow(folder):
     """Damaged files of later iterations must not crowd out what is saved on the way there."""
     for number in (10, 20):
@@ -232,12 +210,3 @@ def test_a_really_full_disk_leaves_the_checkpoints_before(tmp_path):
     assert 0 < saved < len(words) - 1
     assert words == ["saved"] * saved + ["the disk is full"] * (len(words) - saved)
     assert last == "[1] 1"
-
-
-def test_another_error_of_torch_stays_what_it_is(folder, monkeypatch):
-    def refuse(*_arguments, **_options):
-        raise RuntimeError("mine")
-
-    monkeypatch.setattr("torch.save", refuse)
-    with pytest.raises(RuntimeError, match="mine"):
-        checkpoint.save(folder, 30, state(30))

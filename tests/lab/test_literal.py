@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.lab import PLAIN, tiny
+from literal import LiteralTraining
 
 from memnorm.lab.errors import UsageError
-from memnorm.lab.literal import LiteralTraining
 from memnorm.lab.runner import run
 from memnorm.lab.store import Store
 

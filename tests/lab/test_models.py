@@ -1,4 +1,4 @@
-"""The built-in networks: their size, their names, where their norms are, and which images they take.
+"""The built-in networks: size, names, layers, norms, images and options.
 
 Counts and shapes are taken on torch's meta device, where a network has shapes and no memory.
 """
@@ -17,6 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import memnorm
 from memnorm.lab import models
 from memnorm.lab.errors import UsageError
+from memnorm.lab.models.cifar import Subsample
+from memnorm.lab.models.imagenet import Pyramid
 
 COUNTS = {
     ("resnet8", 10): 75_290,
@@ -130,11 +132,6 @@ def test_each_image_gets_a_value_per_class(name, size, channels):
     assert model(torch.empty(2, channels, size, size, device="meta")).shape == (2, 7)
 
 
-def test_an_image_need_not_be_square():
-    model = models.build("resnet8", classes=10, image_shape=(1, 8, 12))
-    assert model(randn(2, 1, 8, 12, seed=0, dtype=torch.float32)).shape == (2, 10)
-
-
 @pytest.mark.parametrize("name", [*HANDY, *GIANTS])
 def test_the_least_image_size_goes_through(name):
     size = models.get(name).least_size
@@ -176,11 +173,6 @@ def test_every_convolution_is_followed_by_a_norm_of_its_channels(name):
         assert norm.num_channels == convolution.out_channels
 
 
-@pytest.mark.parametrize("name", [*HANDY, *GIANTS])
-def test_no_batch_norm_is_left_when_another_norm_is_asked_for(name):
-    assert not layers(outline(name, size=32, norm_layer=one_group), _BatchNorm)
-
-
 @pytest.mark.parametrize("name", HANDY)
 def test_the_same_seed_gives_the_same_weights_whatever_the_norm(name):
     pairs = zip(
@@ -191,12 +183,6 @@ def test_the_same_seed_gives_the_same_weights_whatever_the_norm(name):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
-@pytest.mark.parametrize("name", HANDY)
-def test_another_seed_gives_other_weights(name):
-    pairs = zip(drawn_weights(build(name)), drawn_weights(build(name, seed=1)), strict=True)
-    assert all(not torch.equal(one, other) for one, other in pairs if one.dim() > 1)
-
-
 @contextlib.contextmanager
 def empty_memory_is_nan():
     torch.use_deterministic_algorithms(True)
@@ -204,11 +190,6 @@ def empty_memory_is_nan():
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("name", models.available())
-def test_on_the_meta_device_a_network_takes_no_memory(name):
-    assert all(tensor.is_meta for tensor in outline(name, size=32).state_dict().values())
 
 
 @pytest.mark.parametrize("name", HANDY)
@@ -238,10 +219,171 @@ def test_gradients_reach_every_parameter(network):
     assert not still
 
 
-@pytest.mark.parametrize("network", SLOW_GIANTS, indirect=True)
-def test_initial_weights_of_the_giants_have_the_intended_spread(network):
-    slope = 0.25 if layers(network, nn.PReLU) else 0
-    for layer in (layers(network, nn.Conv2d)[3], *layers(network, nn.Linear)[:2]):
-        fan_out = layer.weight.shape[0] * layer.weight[0, 0].numel()
-        std = (2 / (1 + slope**2) / fan_out) ** 0.5 if layer.weight.dim() == 4 else 0.01
-        torch.testing.assert_close(layer.weight.std().item(), std, rtol=0.01, atol=0)
+def test_shortcuts_of_a_cifar_resnet_have_no_parameters():
+    model = outline("resnet20")
+    assert len(layers(model, Subsample)) == 2
+    assert not [name for name, _ in model.named_parameters() if "downsample" in name]
+
+
+def test_the_shortcut_takes_every_second_pixel_and_adds_channels_of_zeros():
+    x = randn(2, 3, 5, 6, seed=0)
+    y = Subsample(2, 4)(x)
+    assert torch.equal(y[:, :3], x[:, :, ::2, ::2])
+    assert y.shape == (2, 7, 3, 3)
+    assert not y[:, 3:].any()
+
+
+@pytest.mark.parametrize(("name", "last"), [("resnet20", "bn2"), ("resnet18", "bn2"), ("resnet50", "bn3")])
+def test_a_block_whose_last_norm_is_silent_returns_its_shortcut_after_relu(name, last):
+    model = build(name, size=32).eval()
+    first, second = (model.get_submodule(f"layer2.{index}") for index in (0, 1))
+    x = randn(1, first.conv1.in_channels, 8, 8, seed=0, dtype=torch.float32)
+    with torch.no_grad():
+        for block in (first, second):
+            getattr(block, last).weight.zero_()
+        y = first(x)
+        assert torch.equal(y, first.downsample(x).relu())
+        assert torch.equal(second(y - 0.5), (y - 0.5).relu())
+
+
+def test_the_maps_of_a_cifar_resnet_have_16_32_and_64_channels_and_shrink_twice():
+    model = outline("resnet20", size=32)
+    x, shapes = torch.empty(1, 3, 32, 32, device="meta"), []
+    for name, part in model.named_children():
+        x = part(x)
+        shapes += [x.shape[1:]] if name.startswith("layer") else []
+    assert shapes == [(16, 32, 32), (32, 16, 16), (64, 8, 8)]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("vgg16_cifar", (512, 4, 4)), ("vgg16_imagenet", (512, 3, 3))])
+def test_pooling_rounds_up_in_cifars_vgg_and_down_in_imagenets(name, expected):
+    features = outline(name, size=97).features
+    assert features(torch.empty(1, 3, 97, 97, device="meta")).shape[1:] == expected
+
+
+@pytest.mark.parametrize("name", ["small", "nin", "vgg16_cifar", "vgg16_imagenet", "googlenet", "prelu_net"])
+def test_every_norm_is_followed_by_a_relu(name):
+    model = outline(name, size=32, norm_layer=one_group)
+    kind = nn.PReLU if name == "prelu_net" else nn.ReLU
+    order = layers(model, nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.PReLU)[: 3 * CONVOLUTIONS[name]]
+    assert [type(module) for module in order] == [nn.Conv2d, nn.GroupNorm, kind] * CONVOLUTIONS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [("nin", [0.5, 0.5]), ("vgg16_imagenet", [0.5, 0.5]), ("googlenet", [0.2]), ("prelu_net", [0.5, 0.5])],
+)
+def test_dropout_is_as_published_unless_asked_otherwise(name, default):
+    assert [module.p for module in layers(outline(name), nn.Dropout)] == default
+    assert [module.p for module in layers(outline(name, dropout=0.1), nn.Dropout)] == [0.1] * len(default)
+
+
+@pytest.mark.parametrize(("name", "eps"), [("googlenet", 1e-3), ("resnet18", 1e-5), ("nin", 1e-5)])
+@pytest.mark.parametrize("norm_layer", [nn.BatchNorm2d, memnorm.MemorizedBatchNorm2d])
+def test_epsilon_is_a_thousandth_in_googlenet_only(name, eps, norm_layer):
+    norms = layers(build(name, norm_layer=norm_layer), norm_layer)
+    assert {norm.eps for norm in norms} == {eps}
+
+
+def test_rectifiers_of_prelu_net_learn_a_slope_per_channel_from_a_quarter():
+    with torch.device("meta"):
+        slopes = layers(models.build("prelu_net", classes=10, image_shape=(3, 32, 32)), nn.PReLU)
+    assert [one.num_parameters for one in slopes] == [96, *[256] * 5, *[512] * 10, 4096, 4096]
+    assert {one.init for one in slopes} == {0.25}
+
+
+def test_the_maps_of_prelu_net_are_those_of_the_paper():
+    model = outline("prelu_net", size=224)
+    shapes, x = [], torch.empty(1, 3, 224, 224, device="meta")
+    for module in model.features:
+        x = module(x)
+        shapes += [tuple(x.shape[1:])] if isinstance(module, nn.Conv2d) else []
+    expected = [(96, 112, 112), *[(256, 56, 56)] * 5, *[(512, 28, 28)] * 5, *[(512, 14, 14)] * 5]
+    assert shapes == expected
+    assert model.pyramid(x).shape == (1, 512 * 63)
+    assert model.pyramid.levels == (7, 3, 2, 1)
+
+
+def test_the_pyramid_holds_the_maxima_of_its_tiles_whatever_the_image_size():
+    x = randn(2, 3, 6, 6, seed=0)
+    y = Pyramid((2, 1))(x)
+    tiles = [x[:, :, row : row + 3, column : column + 3].amax((2, 3)) for row in (0, 3) for column in (0, 3)]
+    assert torch.equal(y[:, :12].reshape(2, 3, 4), torch.stack(tiles, 2))
+    assert torch.equal(y[:, 12:], x.amax((2, 3)))
+    assert Pyramid((2, 1))(x[:, :, :1, :1]).shape == y.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "std"),
+    [
+        ("resnet20", "layer3.0.conv1", (2 / (64 * 9)) ** 0.5),
+        ("resnet18", "conv1", (2 / (64 * 49)) ** 0.5),
+        ("googlenet", "inception3a.branch2.1.conv", (2 / (128 * 9)) ** 0.5),
+        ("googlenet", "fc", 0.01),
+        ("vgg16_cifar", "features.3", (2 / (64 * 9)) ** 0.5),
+        ("nin", "3", 0.05),
+        ("nin", "11", 0.05),
+    ],
+)
+def test_initial_weights_have_the_intended_spread(name, layer, std):
+    weight = build(name).get_submodule(layer).weight.detach()
+    torch.testing.assert_close(weight.std().item(), std, rtol=0.05, atol=0)
+    torch.testing.assert_close(weight.mean().item(), 0.0, rtol=0, atol=0.05 * std)
+
+
+@pytest.mark.parametrize("depth", [8, 14, 26, 62, 1202])
+def test_a_resnet_of_any_depth_6n_plus_2_is_known_by_its_name(depth):
+    assert models.get(f"resnet{depth}")
+    if depth < 100:
+        assert len(layers(outline(f"resnet{depth}"), nn.Conv2d)) == depth - 1
+
+
+@pytest.mark.parametrize(("size", "head"), [(32, 1), (64, 1), (65, 3), (224, 3)])
+def test_vgg16_is_cifars_up_to_64_pixels_and_imagenets_above(size, head):
+    assert len(layers(outline("vgg16", size=size), nn.Linear)) == head
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("ResNet-56", "Did you mean resnet56"),
+        ("resnet_50", "Did you mean resnet50"),
+        ("VGG-16", "Did you mean vgg16"),
+        ("gogglenet", "Did you mean googlenet"),
+        ("prelunet", "Did you mean prelu_net"),
+        ("zzz", "unknown model 'zzz'. Available: small, nin, resnet8,"),
+        ("nets.mine", "package.module:factory"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_ones(name, hint):
+    with pytest.raises(UsageError) as caught:
+        models.build(name, classes=10, image_shape=(3, 32, 32))
+    assert hint in str(caught.value)
+    assert "prelu_net" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"name": "nin", "width": 3}, "model nin takes no option width; its options are dropout"),
+        ({"name": "resnet20", "depth": 56}, "model resnet20 takes no option depth; its options are width"),
+        ({"name": "resnet18", "width": 3, "deep": 1}, "model resnet18 takes no option deep, width; it has no options"),
+        ({"name": "vgg16", "dropout": 0.1}, "model vgg16_cifar takes no option dropout"),
+        ({"name": "nin", "dropout": 1}, "dropout must be at least 0 and below 1; got 1"),
+        ({"name": "prelu_net", "dropout": "half"}, "dropout must be at least 0 and below 1; got 'half'"),
+        ({"name": "resnet20", "width": 0}, "width must be a whole number of at least 1; got 0"),
+        ({"name": "small", "width": 1.5}, "width must be a whole number of at least 1; got 1.5"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(request_, message):
+    with pytest.raises(UsageError) as caught:
+        models.build(**{"classes": 10, "image_shape": (3, 32, 32), **request_})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "widths"), [("resnet8", [4, 8, 16]), ("small", [4, 8, 8])])
+def test_width_scales_every_stage(name, widths):
+    model = outline(name, width=4)
+    seen = [conv.out_channels for conv in layers(model, nn.Conv2d)]
+    assert sorted(set(seen)) == sorted(set(widths))
+    assert model(torch.empty(2, 3, 8, 8, device="meta")).shape == (2, 10)

@@ -12,7 +12,6 @@ from memnorm.lab.significance import (
     difference,
     holm,
     number,
-    p_text,
     paired,
     t_quantile,
     t_two_sided,
@@ -31,15 +30,6 @@ def test_a_sample_has_the_mean_and_the_deviation_with_n_minus_one():
     assert sample.n == 3
 
 
-def test_a_sample_says_mean_deviation_and_n():
-    assert Sample([7.81, 8.05, 7.93]).text == "7.93 ± 0.12 (n = 3)"
-
-
-def test_one_value_has_no_deviation():
-    assert Sample([7.93]).sd is None
-    assert Sample([7.93]).text == "7.93 (n = 1)"
-
-
 @pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")]], ids=["empty", "nan", "inf"])
 def test_a_sample_without_finite_values_is_refused(values):
     with pytest.raises(ValueError, match="at least one value, all of them finite"):
@@ -52,10 +42,6 @@ def test_the_two_sided_tail_is_scipys_in_all_its_digits(t, df):
     expected = 2 * stats.t.sf(t, df)
     assert t_two_sided(t, df) == pytest.approx(expected, rel=1e-10, abs=0)
     assert t_two_sided(-t, df) == t_two_sided(t, df)
-
-
-def test_infinite_t_leaves_no_tail():
-    assert t_two_sided(math.inf, 3) == 0.0
 
 
 @pytest.mark.parametrize("df", [1, 2, 3, 9.3, 200])
@@ -79,10 +65,6 @@ def test_pairs_are_made_by_seed_and_not_by_position():
     assert found.mean == pytest.approx(0.75)
 
 
-def test_no_common_seed_makes_no_pair():
-    assert paired({0: 1.0}, {1: 1.0}) is None
-
-
 def test_one_pair_has_a_mean_and_nothing_else():
     found = paired({0: 1.0}, {0: 3.0})
     assert (found.mean, found.standard_error, found.p, found.interval(), found.detectable()) == (
@@ -104,11 +86,6 @@ def test_welchs_test_is_scipys():
     assert not found.paired
 
 
-def test_welchs_test_needs_two_values_on_each_side():
-    assert welch([1.0], [2.0, 3.0]).p is None
-    assert welch([], [2.0]) is None
-
-
 def test_arms_with_two_common_seeds_are_compared_seed_by_seed():
     first, second = {0: 5.0, 1: 6.0, 2: 9.0}, {0: 5.5, 1: 6.7, 7: 1.0}
     assert difference(first, second) == paired(first, second)
@@ -117,10 +94,6 @@ def test_arms_with_two_common_seeds_are_compared_seed_by_seed():
 def test_arms_with_less_in_common_are_compared_as_samples():
     first, second = {0: 5.0, 1: 6.0}, {1: 7.0, 2: 7.5}
     assert difference(first, second) == welch([5.0, 6.0], [7.0, 7.5])
-
-
-def test_arms_without_anything_have_no_difference():
-    assert difference({}, {0: 1.0}) is None
 
 
 def test_equal_arms_are_no_evidence_at_all():
@@ -149,10 +122,6 @@ def test_rounding_is_not_spread():
     assert found.standard_error == 0.0
 
 
-def test_unpaired_values_without_spread_prove_nothing():
-    assert Difference(-1.0, 0.0, 2, 2).p == 1.0
-
-
 def test_a_difference_of_the_detectable_size_is_found_four_times_in_five():
     draw = random.Random(0)
     n, found = 4, 0
@@ -171,27 +140,9 @@ def test_the_detectable_difference_is_that_of_the_noncentral_t(df, comparisons):
     assert stats.nct.sf(critical, df, found) == pytest.approx(0.8, abs=1e-4)
 
 
-def test_more_comparisons_make_smaller_differences_invisible():
-    one = Difference(0.0, 1.0, 2, 3)
-    assert one.detectable(3) > one.detectable(1)
-
-
 def test_holms_correction_of_a_worked_example():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 
-def test_corrected_p_values_never_exceed_one_and_keep_their_order():
-    assert holm([0.9, 0.5, 0.4]) == pytest.approx([1.0, 1.0, 1.0])
-    assert holm([]) == []
-    assert holm([0.2]) == [0.2]
-
-
 def test_numbers_have_a_true_minus_sign_and_no_negative_zero():
     assert (number(-1.234), number(-0.001), number(0.0), number(12.5, 1)) == ("−1.23", "0.00", "0.00", "12.5")
-
-
-@pytest.mark.parametrize(
-    ("p", "text"), [(0.00012, "p < 0.001"), (0.0123, "p = 0.012"), (0.2345, "p = 0.23"), (1.0, "p = 1.00")]
-)
-def test_p_values_have_two_digits(p, text):
-    assert p_text(p) == text

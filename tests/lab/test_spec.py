@@ -50,9 +50,9 @@ BAD = [
     ({"norm_options": {1: 2}}, "norm_options must be a mapping of names to plain values"),
     ({"data": None}, "data must be a text; got None"),
     ({"augment": 1}, "augment must be true or false; got 1"),
-    ({"train_images": 0}, "train_images must be at least 1, or null for all; got 0"),
+    ({"train_images": 0}, "train_images must be at least 1; got 0"),
     ({"train_images": "all"}, "train_images must be int | null; got 'all'"),
-    ({"test_images": -1}, "test_images must be at least 1, or null for all; got -1"),
+    ({"test_images": -1}, "test_images must be at least 1; got -1"),
     ({"test_images": True}, "test_images must be int | null; got True"),
     ({"holdout": -1}, "holdout must not be negative; got -1"),
     ({"sampler": "random"}, "sampler must be one of shuffle, few-classes, sorted; got 'random'"),
@@ -122,30 +122,6 @@ def test_names_of_runs_never_change(name):
 def test_defaults_never_change():
     expected = yaml.safe_load(DEFAULTS)
     assert {name: RunSpec().as_dict()[name] for name in expected} == expected
-
-
-def test_every_field_says_what_it_is_for():
-    for one in (*dataclasses.fields(RunSpec), *dataclasses.fields(Execution)):
-        assert one.metadata["help"]
-
-
-def test_how_a_run_is_computed_has_modest_defaults():
-    assert dataclasses.asdict(Execution()) == {
-        "threads": 0,
-        "device": "auto",
-        "channels_last": False,
-        "workers": 2,
-        "checkpoint_seconds": 60.0,
-        "keep_weights": False,
-        "tensorboard": False,
-    }
-
-
-def test_the_least_of_everything_is_allowed():
-    least = dict.fromkeys(("train_images", "test_images", "batch_size", "iterations", "evaluations", "every"), 1)
-    spec = RunSpec(**least, base_batch_size=1, momentum=0, weight_decay=0, scheme="double", norm="mbn", strength=[0])
-    assert spec.train_images == spec.test_images == 1
-    assert RunSpec(norm="mbn", strength=[1], iterations=2, warmup=1, classes_per_batch=1).strength == (1.0,)
 
 
 def test_a_field_at_its_default_does_not_enter_the_digest():
@@ -227,21 +203,6 @@ def test_a_specification_returns_from_yaml_as_it_was():
         assert again.name == spec.name
 
 
-def test_a_change_makes_another_specification_and_leaves_the_first_alone():
-    first = RunSpec()
-    assert first.but(seed=1).seed == 1
-    assert first.seed == 0
-    with pytest.raises(UsageError, match="seed must not be negative"):
-        first.but(seed=-1)
-
-
-@pytest.mark.parametrize("spec", [RunSpec(), Execution()], ids=lambda one: type(one).__name__)
-def test_a_specification_cannot_be_changed(spec):
-    for one in dataclasses.fields(spec):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(spec, one.name, None)
-
-
 def test_a_specification_does_not_change_with_the_options_it_was_made_from():
     options = {"width": 1}
     spec = RunSpec(model_options=options)
@@ -254,17 +215,6 @@ def test_a_specification_does_not_change_with_the_options_it_was_made_from():
 def test_a_wrong_value_is_refused_with_what_was_required_and_what_arrived(values, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         RunSpec(**values)
-
-
-@pytest.mark.parametrize("milestones", [(), (0.5,), (0.2, 0.4, 0.6)], ids=len)
-def test_a_norm_without_strength_takes_any_number_of_milestones(milestones):
-    assert RunSpec(norm="bn", milestones=milestones).milestones == milestones
-
-
-@pytest.mark.parametrize("milestones", [(), (0.5,), (0.2, 0.4, 0.6)], ids=len)
-def test_a_memory_takes_as_many_strengths_as_its_milestones_ask_for(milestones):
-    strength = (0.5,) * (len(milestones) + 1)
-    assert RunSpec(norm="mbn", milestones=milestones, strength=strength).strength == strength
 
 
 def test_unknown_names_are_refused_by_name():
@@ -308,13 +258,6 @@ NOT_PLAIN = {
     "infinity": "model_options: {a: .inf}",
     "no number": "model_options: {a: .nan}",
 }
-
-
-@pytest.mark.parametrize("text", NOT_PLAIN.values(), ids=NOT_PLAIN.keys())
-def test_options_that_have_no_name_are_refused(text):
-    """What JSON cannot hold cannot be hashed into the run's name."""
-    with pytest.raises(UsageError, match="model_options must"):
-        RunSpec.from_yaml(text)
 
 
 @pytest.mark.parametrize(
@@ -369,16 +312,6 @@ def test_names_are_safe_as_names_of_folders(field, value):
     assert ".." != name != "."
 
 
-@pytest.mark.parametrize("length", range(60, 70))
-def test_a_long_name_is_not_cut_into_one_that_begins_with_a_dash_or_a_dot(length):
-    assert RunSpec(data="." + "a" * length, model="x").name[0].isalnum()
-    assert RunSpec(data="data." + "a" * (length - 16), model="my.net:x").name[0].isalnum()
-
-
-def test_what_is_cut_off_a_name_still_tells_runs_apart():
-    assert RunSpec(model="x" * 300).name != RunSpec(model="x" * 301).name
-
-
 @pytest.mark.parametrize(
     ("scaling", "factor"), [("none", 1.0), ("linear", 8 / 128), ("sqrt", (8 / 128) ** 0.5)], ids=lambda one: f"{one}"
 )
@@ -402,10 +335,6 @@ def test_the_learning_rate_scales_with_the_batch(scaling, factor):
 def test_a_wrong_way_to_compute_is_refused(values, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         Execution(**values)
-
-
-def test_zero_threads_workers_and_seconds_are_allowed():
-    assert Execution(threads=0, workers=0, checkpoint_seconds=0).checkpoint_seconds == 0
 
 
 @pytest.mark.parametrize(

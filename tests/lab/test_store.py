@@ -12,7 +12,7 @@ from helpers.lab import end, on_a_small_disk, python
 
 from memnorm.lab.errors import LabError, RunHeld, UsageError
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.store import RunFolder, Store, check_root, finite
+from memnorm.lab.store import RunFolder, Store, finite
 
 SPEC = RunSpec(model="small", data="digits", iterations=1)
 LINE = {"iteration": 1, "test_error": 50.0}
@@ -39,11 +39,6 @@ def test_a_run_is_read_as_it_was_written(store, folder):
     assert [one["threads"] for one in folder.sessions()] == [1, 2]
 
 
-def test_a_run_without_a_result_is_unfinished(store, folder):
-    (run,) = store.runs()
-    assert (run.status, run.result) == ("unfinished", None)
-
-
 def test_runs_come_by_name_and_other_folders_and_files_are_none(store, folder):
     for seed in (3, 1, 2):
         store.run(SPEC.but(seed=seed)).begin({})
@@ -55,20 +50,10 @@ def test_runs_come_by_name_and_other_folders_and_files_are_none(store, folder):
     assert store.problems == []
 
 
-def test_a_store_that_is_not_there_holds_no_runs(tmp_path):
-    assert Store(tmp_path / "nowhere").runs() == []
-
-
 def test_a_file_cannot_hold_runs(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is a file; runs are kept in a folder"):
-        check_root(tmp_path / "file")
-    assert check_root(tmp_path / "new") == tmp_path / "new"
-
-
-def test_the_folder_of_a_run_is_named_by_its_specification(store):
-    assert store.run(SPEC).path == store.root / SPEC.name
-    assert RunSpec.from_yaml(SPEC.as_yaml()) == SPEC
+        Store(tmp_path / "file")
 
 
 def test_a_renamed_folder_is_a_problem_and_no_run(store, folder):
@@ -111,12 +96,6 @@ def test_a_damaged_result_is_a_problem_that_says_what_to_do(store, folder, text)
 def test_a_result_that_cannot_be_of_this_run_is_refused(folder, changed, problem):
     (folder.path / "result.json").write_text(json.dumps({**RESULT, **changed}))
     with pytest.raises(LabError, match=f"is not a result of this run: {re.escape(problem)}.*; delete it to run again"):
-        folder.result()
-
-
-def test_a_result_that_is_no_file_is_damaged(folder):
-    (folder.path / "result.json").mkdir()
-    with pytest.raises(LabError, match=r"is damaged .*; delete it to run again"):
         folder.result()
 
 
@@ -169,15 +148,6 @@ def test_what_is_not_finite_is_null(folder):
     text = (folder.path / "metrics.jsonl").read_text()
     assert json.loads(text.splitlines()[1], parse_constant=pytest.fail)["deep"] == {"x": None, "y": None}
     assert finite(1.5) == 1.5
-
-
-def test_measurements_can_be_written_anew(folder):
-    for iteration in (2, 3, 4):
-        folder.add_metrics({"iteration": iteration})
-    folder.write_metrics([{"iteration": 1}, {"iteration": 2, "loss": float("inf")}])
-    assert folder.metrics() == [{"iteration": 1}, {"iteration": 2, "loss": None}]
-    folder.write_metrics([])
-    assert folder.metrics() == []
 
 
 def test_a_session_is_added_even_if_the_list_of_sessions_is_damaged(folder):
@@ -252,7 +222,8 @@ def test_measurements_that_are_no_file_are_a_problem(store, folder):
     (folder.path / "metrics.jsonl").unlink()
     os.mkfifo(folder.path / "metrics.jsonl")
     assert store.runs() == []
-    assert store.problems == [f"{SPEC.name}: {folder.path / 'metrics.jsonl'} is not a regular file"]
+    (problem,) = store.problems
+    assert problem.startswith(f"{SPEC.name}: its metrics cannot be read")
 
 
 HOLD = """
@@ -283,17 +254,6 @@ def holds(folder: RunFolder, wait: bool = False) -> bool:
 def test_the_second_process_says_who_holds_the_run(store, holder):
     with pytest.raises(RunHeld, match=rf"{SPEC.name} is being worked on by process {holder.pid} on \S+ since \d{{4}}-"):
         holds(store.run(SPEC))
-
-
-def test_the_second_process_manages_without_knowing_the_first(store, holder):
-    for text in ("", "{}", "[]", "\xff", "[" * 10**5):
-        (store.run(SPEC).path / "holder.json").write_text(text, encoding="latin-1")
-        with pytest.raises(RunHeld, match="is being worked on by another process"):
-            holds(store.run(SPEC))
-
-
-def test_another_run_is_not_held(store, holder):
-    assert holds(store.run(SPEC.but(seed=1)))
 
 
 def test_a_killed_process_frees_its_run(store, holder):
@@ -341,7 +301,7 @@ def test_a_run_is_free_after_an_exception(store):
     assert holds(folder)
 
 
-def test_a_full_disk_refuses_the_run_in_words_and_holds_nothing(tmp_path):
+def test_a_full_disk_refuses_the_run_with_a_message_and_releases_the_lock(tmp_path):
     script = """
         import sys
         from pathlib import Path

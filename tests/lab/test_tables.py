@@ -1,11 +1,13 @@
-"""The tables hold the paper's numbers and the runs behind them."""
-
-from decimal import Decimal
+"""The paper's numbers and runs, their scales, and selecting from them."""
 
 import pytest
 
+from memnorm import norms
+from memnorm.lab.arms import parse_arm, unsupported
+from memnorm.lab.errors import UsageError
+from memnorm.lab.paper import FIGURES, TABLES
 from memnorm.lab.spec import RunSpec
-from memnorm.lab.tables import FIGURES, TABLES, Cell, select
+from memnorm.lab.tables import SCALES, at_scale, select, unique_specs
 
 # Typed from the paper, in its own rows and columns, and not from the package.
 GOLDEN = {
@@ -74,10 +76,6 @@ def lines(text):
 def cell(name, key):
     row, column = key.split("/")
     return TABLES[name].cell(row, column)
-
-
-def test_there_is_a_golden_for_every_table():
-    assert list(TABLES) == list(GOLDEN)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -206,17 +204,6 @@ def test_cells_that_are_one_run_share_its_digest_and_no_others_do(name, same):
     assert shared == same
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_what_the_paper_left_out_is_ours_and_what_cannot_be_says_why(name):
-    for key in ("BRN/NIN", "MBN/NIN"):
-        one = cell(name, key)
-        assert one.spec.scheme == "double"
-        assert (one.source, one.note) == ("not printed", "ours: not in the paper")
-    for key in ("NormProp/ResNet-20", "NormProp/ResNet-56"):
-        assert cell(name, key).spec is None
-        assert "does not apply" in cell(name, key).note
-
-
 def test_only_the_quoted_rows_have_a_printed_number_that_is_not_comparable():
     printed = [item for item in ALL if getattr(item.part, "printed", None) is not None]
     apart = {f"{name} {part.key}" for name, part in printed if not part.comparable}
@@ -228,73 +215,35 @@ def test_only_the_quoted_rows_have_a_printed_number_that_is_not_comparable():
         assert not cell("imagenet", f"{model}/top-1 MBN").quoted
 
 
-def test_a_cell_without_a_run_or_without_a_number_is_not_comparable():
-    assert not Cell("row", "column", None, 6.97).comparable
-    assert not cell("cifar10", "MBN/NIN").comparable
-    assert cell("cifar10", "MBN/ResNet-20").comparable
-
-
-def test_numbers_that_stand_only_in_the_text_are_marked():
-    sources = {one.key: one.source for one in TABLES["double-forward"].cells}
-    assert sources["BN-2/ResNet-56"] == sources["MBN-1/ResNet-56"] == sources["BN-1/ResNet-56"] == "text"
-    assert sources["BRN-1/ResNet-56"] == "derived"
-    assert sources["BRN-1/ResNet-20"] == "not printed"
-    assert cell("strength", "1/ResNet-56").source == "text"
-    assert "0.9 in its place" in cell("strength", "1/ResNet-56").note
-
-
-def test_cells_that_print_two_numbers_for_one_run_say_so():
-    assert "7.93" in cell("memory-size", "20/ResNet-20").note
-    assert "7.80" in cell("cifar10", "MBN/ResNet-20").note
-    assert "BN's" in cell("strength", "0/ResNet-56").note
-
-
-def test_a_number_is_missing_exactly_where_the_source_is_not_a_number():
-    for _, part in ALL:
-        if hasattr(part, "printed") and part.printed is None:
-            assert part.source in ("not printed", "text")
-            assert part.note
-        elif hasattr(part, "printed"):
-            assert part.source in ("table", "text", "derived")
-
-
 @pytest.mark.parametrize(
-    ("name", "kind", "panels", "labels", "metrics"),
+    ("name", "panels", "labels", "metrics"),
     [
         (
             "double-forward",
-            "one-metric",
             ["ResNet-56 test", "ResNet-56 train", "ResNet-20 test", "ResNet-20 train"],
             ["BN-1", "BN-2", "BRN-1", "BRN-2", "MBN-1", "MBN-2"],
             {"test": ("test_error",), "train": ("train_error",)},
         ),
         (
             "convergence",
-            "train-and-test",
             ["ResNet-20", "ResNet-56", "VGG-16"],
             ["BN", "MBN"],
             {"": ("train_error", "test_error")},
         ),
         (
             "imagenet-curves",
-            "one-metric",
             ["Testing error", "Training error"],
             [f"{model} {norm}" for model in ("VGG", "ResNet-18", "ResNet-34", "ResNet-50") for norm in ("BN", "MBN")],
             {"Testing error": ("test_error",), "Training error": ("train_error",)},
         ),
     ],
 )
-def test_a_figure_has_its_panels_curves_and_metrics(name, kind, panels, labels, metrics):
+def test_a_figure_has_its_panels_curves_and_metrics(name, panels, labels, metrics):
     figure = FIGURES[name]
-    assert (figure.kind, list(figure.panels)) == (kind, panels)
+    assert list(figure.panels) == panels
     assert [(one.panel, one.label) for one in figure.curves] == [(panel, label) for panel in panels for label in labels]
     for one in figure.curves:
         assert one.metrics == next(value for ending, value in metrics.items() if one.panel.endswith(ending))
-
-
-def test_the_curves_are_runs_of_the_tables():
-    in_tables = {one.spec.digest for table in TABLES.values() for one in table.cells if one.spec}
-    assert {one.spec.digest for figure in FIGURES.values() for one in figure.curves} <= in_tables
 
 
 def test_a_curve_is_the_run_its_panel_and_label_say():
@@ -310,31 +259,172 @@ def test_a_curve_is_the_run_its_panel_and_label_say():
         assert (one.style, one.dashed) == (model, norm == "BN")
 
 
+SPECS = unique_specs(ALL)
+
+
+def keys(items):
+    return [f"{name} {part.key}" for name, part in items]
+
+
+def table_spec(name, row, column):
+    return TABLES[name].cell(row, column).spec
+
+
+def differing(spec, other):
+    ours, theirs = spec.as_dict(), other.as_dict()
+    return {name for name in ours if ours[name] != theirs[name]}
+
+
+@pytest.mark.parametrize(("row", "column"), [("MBN", "ResNet-56"), ("BN", "NIN")])
+def test_reduced_is_a_tenth_of_the_iterations_with_20_evaluations_and_nothing_else(row, column):
+    spec = table_spec("cifar10", row, column)
+    reduced = at_scale(spec, "reduced")
+    assert (reduced.iterations, reduced.evaluations) == (7_820, 20)
+    assert differing(reduced, spec) == {"iterations", "evaluations"}
+
+
+def test_reduced_is_a_hundredth_on_imagenet():
+    reduced = at_scale(table_spec("imagenet", "VGG", "top-1 BN"), "reduced")
+    assert (reduced.iterations, reduced.evaluations, reduced.data) == (20_020, 20, "imagenet")
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_smoke_keeps_the_model_the_norm_and_the_schedules(spec):
+    smoke = at_scale(spec, "smoke")
+    assert differing(smoke, spec) == {"data", "data_options", "batch_size", "iterations", "evaluations"}
+    assert smoke.iterations <= 3
+    assert smoke.evaluations == 1
+    assert smoke.batch_size <= 6
+    assert smoke.data == "synthetic"
+
+
 @pytest.mark.parametrize(
-    ("table", "worse", "better", "said"),
+    ("name", "key", "classes", "size"),
     [
-        ("cifar10", "BN/ResNet-20", "MBN/ResNet-20", "0.48"),
-        ("cifar10", "BN/ResNet-56", "MBN/ResNet-56", "0.74"),
-        ("cifar10", "BN/ResNet-56", "BRN/ResNet-56", "0.51"),
-        ("cifar10", "BN/VGG", "MBN/VGG", "0.32"),
-        ("cifar100", "BN/ResNet-20", "MBN/ResNet-20", "0.53"),
-        ("cifar100", "BN/ResNet-56", "MBN/ResNet-56", "0.30"),
-        ("cifar100", "BN/VGG", "MBN/VGG", "1.01"),
-        ("imagenet", "VGG/top-1 BN", "VGG/top-1 MBN", "0.74"),
-        ("imagenet", "ResNet-34/top-1 BN", "ResNet-34/top-1 MBN", "0.88"),
-        ("small-batch", "8/BN", "8/MBN", "4.27"),
-        ("double-forward", "MBN-1/ResNet-56", "MBN-2/ResNet-56", "0.30"),
-        ("double-forward", "BRN-1/ResNet-56", "BRN-2/ResNet-56", "0.47"),
-        ("double-forward", "BN-1/ResNet-56", "BRN-1/ResNet-56", "0.04"),
-        ("double-forward", "BN-1/ResNet-56", "BN-2/ResNet-56", "0.16"),
-        ("strength", "0.5/ResNet-56", "0.1-0.5-0.9/ResNet-56", "0.22"),
-        ("memory-size", "10/ResNet-20", "20/ResNet-20", "0.07"),
+        ("cifar10", ("BN", "VGG"), 10, 32),
+        ("cifar100", ("BN", "VGG"), 100, 32),
+        ("imagenet", ("VGG", "top-1 BN"), 1000, 64),
     ],
 )
-def test_differences_that_the_paper_or_our_pages_state_follow_from_the_printed_cells(table, worse, better, said):
-    assert Decimal(str(cell(table, worse).printed)) - Decimal(str(cell(table, better).printed)) == Decimal(said)
+def test_smoke_has_as_many_classes_as_the_original_and_enough_images_for_its_batches(name, key, classes, size):
+    smoke = at_scale(table_spec(name, *key), "smoke")
+    options = smoke.data_options
+    assert (options["classes"], options["image_size"]) == (classes, size)
+    assert smoke.batch_size * smoke.iterations <= options["train"] <= 20
+    assert 1 <= options["test"] <= 20
 
 
-@pytest.mark.parametrize("size", TABLES["small-batch"].rows)
-def test_the_paper_prints_less_error_for_mbn_than_for_bn_at_every_batch_size(size):
-    assert cell("small-batch", f"{size}/MBN").printed < cell("small-batch", f"{size}/BN").printed
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_scale_has_as_many_different_runs_as_the_paper(scale):
+    assert len(unique_specs(ALL, scale)) == len(SPECS) == 61
+
+
+def test_all_is_every_cell_and_every_curve_once():
+    cells = sum(len(table.cells) for table in TABLES.values())
+    curves = sum(len(figure.curves) for figure in FIGURES.values())
+    assert len(ALL) == cells + curves
+    assert select(["all", "cifar10", "all"]) == ALL
+
+
+@pytest.mark.parametrize(
+    ("wrong", "guess"), [("cifar", "cifar10 or cifar100"), ("lambda-strength", "strength"), ("imagnet", "imagenet")]
+)
+def test_an_unknown_name_gets_the_near_ones_and_the_whole_list(wrong, guess):
+    with pytest.raises(UsageError) as caught:
+        select([wrong])
+    assert f"Did you mean {guess}" in str(caught.value)
+    assert all(name in str(caught.value) for name in [*TABLES, *FIGURES])
+
+
+@pytest.mark.parametrize(
+    ("only", "expected"),
+    [
+        (["MBN/ResNet-20"], ["cifar10 MBN/ResNet-20"]),
+        (["mbn/resnet-20"], ["cifar10 MBN/ResNet-20"]),
+        (["mbn/*"], ["cifar10 MBN/NIN", "cifar10 MBN/ResNet-20", "cifar10 MBN/ResNet-56", "cifar10 MBN/VGG"]),
+        (["MBN/VGG", "BN/VGG"], ["cifar10 BN/VGG", "cifar10 MBN/VGG"]),
+    ],
+)
+def test_only_keeps_what_matches_a_pattern_in_any_case(only, expected):
+    assert keys(select(["cifar10"], only)) == expected
+
+
+@pytest.mark.parametrize("pattern", ["LN/*", "MBN", "MBN/ResNet-200"])
+def test_a_pattern_that_matches_nothing_gets_the_rows_and_columns(pattern):
+    with pytest.raises(UsageError) as caught:
+        select(["cifar10", "convergence"], ["MBN/VGG", pattern])
+    message = str(caught.value)
+    assert repr(pattern) in message
+    assert "table cifar10: rows NormProp, BN, BRN, MBN; columns NIN, ResNet-20, ResNet-56, VGG" in message
+    assert "figure convergence: panels ResNet-20, ResNet-56, VGG-16; labels BN, MBN" in message
+    assert "cifar100" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("cifar10", 14),
+        ("cifar100", 14),
+        ("imagenet", 12),
+        ("small-batch", 10),
+        ("strength", 6),
+        ("memory-size", 3),
+        ("double-forward", 12),
+        ("convergence", 6),
+        ("imagenet-curves", 8),
+    ],
+)
+def test_a_run_that_stands_in_several_places_is_made_once(name, count):
+    specs = unique_specs(select([name]))
+    assert len(specs) == len({spec.digest for spec in specs}) == count
+
+
+def test_seeds_multiply_the_runs_and_stand_side_by_side():
+    specs = unique_specs(select(["memory-size"]), "smoke", seeds=iter([3, 4]))
+    assert [spec.seed for spec in specs] == [3, 4, 3, 4, 3, 4]
+    assert specs[0].norm_options == specs[1].norm_options == {"memory_size": 10}
+    assert all(spec.data == "synthetic" for spec in specs)
+
+
+@pytest.mark.parametrize(
+    ("word", "norm", "scheme"),
+    [
+        ("bn", "bn", "single"),
+        ("bn-1", "bn", "single"),
+        ("mbn", "mbn", "double"),
+        ("mbn-1", "mbn", "single"),
+        (" MBN-2 ", "mbn", "double"),
+    ],
+)
+def test_arms_are_read_as_users_write_them(word, norm, scheme):
+    assert parse_arm(word) == {"norm": norm, "scheme": scheme}
+
+
+@pytest.mark.parametrize(
+    ("word", "scheme", "taken"),
+    [("mbn", None, "double"), ("mbn", "single", "single"), ("bn", "double", "double"), ("mbn-1", "single", "single")],
+)
+def test_a_scheme_of_its_own_decides_for_a_norm_without_a_number(word, scheme, taken):
+    assert parse_arm(word, scheme)["scheme"] == taken
+
+
+def test_a_scheme_that_contradicts_the_number_is_refused():
+    with pytest.raises(UsageError, match="mbn-2 means the scheme double; got single"):
+        parse_arm("mbn-2", "single")
+
+
+@pytest.mark.parametrize("word", ["", "-", "-1", "mbn-3", "mbn_2", "batchnorm", "1"])
+def test_an_arm_that_is_none_is_refused_with_those_that_are(word):
+    with pytest.raises(UsageError, match=rf"there is no norm {word!r}; there are bn, .*mbn"):
+        parse_arm(word)
+
+
+def test_double_forward_with_a_norm_that_records_nothing_is_refused():
+    silent = [name for name in norms.available() if not norms.get(name).records]
+    assert silent
+    for name in silent:
+        with pytest.raises(UsageError, match=rf"{name}-2: Double-Forward needs a norm that .*{name}"):
+            parse_arm(f"{name}-2")
+        assert f"{name!r} has none" in unsupported(RunSpec(norm=name, recalibrate=10))
+    assert "nope" in unsupported(RunSpec(norm="nope"))
+    assert unsupported(RunSpec(norm="mbn", scheme="double")) is None

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from memnorm.lab.verdict import TEST_HEADER, Cost, cost_ratio, verdict
+from memnorm.lab.verdict import Cost, cost_ratio, verdict
 
 GOOD, BAD = (6.1, 6.3, 6.0), (7.5, 7.9, 7.6)
 NOISE = ((7.0, 7.6, 7.1), (7.4, 7.1, 7.5))
@@ -32,29 +32,6 @@ def test_a_clear_winner_is_recommended():
     assert test.significant
 
 
-def test_the_cells_of_a_test_are_its_numbers():
-    (test,) = verdict(runs(BN=BAD, MBN_2=GOOD)).tests
-    cells = dict(zip(TEST_HEADER, test.cells, strict=True))
-    assert cells == {
-        "batch size": "8",
-        "less error": "MBN-2",
-        "than": "BN",
-        "difference in points": "−1.53",
-        "95 % interval": "−1.82 to −1.25",
-        "p after Holm": "0.0019",
-        "seeds": "3 of 3 lower",
-        "detectable difference": "0.38",
-    }
-
-
-def test_the_winner_may_be_batch_norm():
-    assert verdict(runs(BN=GOOD, MBN_2=BAD)).use == ("BN",)
-
-
-def test_the_order_of_the_arms_does_not_decide():
-    assert verdict(runs(MBN_2=GOOD, BN=BAD)).use == verdict(runs(BN=BAD, MBN_2=GOOD)).use
-
-
 def test_costs_are_relative_to_batch_norm_else_to_the_first_arm_or_to_the_named_baseline():
     costs = {"MBN-2": {8: Cost(13.0, 210.0)}, "BN": {8: Cost(10.0, 200.0)}}
     (line,) = verdict(runs(MBN_2=GOOD, BN=BAD), costs).details
@@ -68,21 +45,11 @@ def test_the_cost_over_batch_sizes_is_a_geometric_mean_of_those_measured_for_bot
     assert cost_ratio(costs, "MBN-2", "BN", "step_ms") == pytest.approx(1.0)
 
 
-def test_unmeasured_costs_are_left_out():
-    found = verdict(runs(BN=BAD, MBN_2=GOOD), {"BN": {8: Cost(None, None)}, "MBN-2": {8: Cost(1.0, 2.0)}})
-    assert found.details == ()
-
-
 def test_noise_is_no_significant_difference_and_has_a_detectable_one():
     found = verdict(runs(BN=NOISE[0], MBN_2=NOISE[1]))
     assert found.use == ()
     assert not found.tests[0].significant
     assert found.tests[0].detectable == pytest.approx(1.7, abs=0.05)
-
-
-def test_more_tests_make_the_detectable_difference_larger():
-    two, three = verdict(runs(BN=NOISE[0], A=NOISE[1])), verdict(runs(BN=NOISE[0], A=NOISE[1], B=(7.0, 7.2, 7.1)))
-    assert three.tests[0].detectable > two.tests[0].detectable
 
 
 @pytest.mark.parametrize(
@@ -107,11 +74,6 @@ def test_too_little_supports_no_claim(results):
     assert not any(found.by_size.values() if found.by_size else [])
 
 
-def test_one_arm_is_not_compared():
-    found = verdict(runs(BN=[7.0, 7.2]))
-    assert (found.use, found.tests) == ((), ())
-
-
 def test_diverged_runs_are_counted():
     found = verdict(runs(BN=[None, None], MBN_2=[1.0, float("nan")]))
     assert [line.split(" seeds")[0] for line in found.details] == ["BN diverged in 2 of 2", "MBN-2 diverged in 1 of 2"]
@@ -123,10 +85,6 @@ def test_the_arm_that_alone_trains_is_recommended():
 
 def test_one_diverged_run_is_no_proof_against_an_arm():
     assert verdict({"BN": {8: {0: None}}, "MBN-2": {8: dict(enumerate(GOOD))}}).use == ()
-
-
-def test_one_finished_run_is_no_proof_for_an_arm():
-    assert verdict({"BN": {8: {0: None, 1: None}}, "MBN-2": {8: {0: 6.0}}}).use == ()
 
 
 def test_an_arm_that_beats_one_and_is_beaten_by_another_is_not_recommended():
@@ -159,19 +117,9 @@ def test_arms_without_common_seeds_are_compared_as_samples():
     assert "unpaired, n = 3" in found.tests[0].cells
 
 
-def test_equal_results_are_no_difference():
-    found = verdict(runs(BN=[5.0, 5.0, 5.0], MBN_2=[5.0, 5.0, 5.0]))
-    assert (found.use, found.tests[0].p) == ((), 1.0)
-
-
 def test_without_any_spread_three_seeds_are_not_enough():
     found = verdict(runs(BN=[6.0] * 3, MBN_2=[5.0] * 3))
     assert (found.use, found.tests[0].p) == ((), 0.25)
-
-
-def test_two_winners_are_both_recommended():
-    found = verdict(runs(BN=(9.0, 9.2, 9.1), MBN_2=(6.1, 6.3, 6.0), GROUP=(6.2, 6.1, 6.15)))
-    assert found.use == ("MBN-2", "GROUP")
 
 
 def test_p_values_are_corrected_for_the_number_of_pairs():

@@ -3,207 +3,156 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.batch_free import convert
+from helpers.batch_free import Wired
 from helpers.common import images
 from torch import nn
 
+import memnorm
 from memnorm.errors import MemnormWarning
 from memnorm.lab import models
-from memnorm.norms import frn
 from memnorm.norms.frn import FilterResponseNorm
 
 
-class Net(nn.Module):
-    """Two norms, called by hand."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        self.conv2, self.norm2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.relu1, self.relu2 = nn.ReLU(), nn.ReLU()
+def modules(net, x):
+    return net.relu2(net.norm2(net.conv2(net.relu1(net.norm1(net.conv1(x))))))
 
 
-class Modules(Net):
-    def forward(self, x):
-        return self.relu2(self.norm2(self.conv2(self.relu1(self.norm1(self.conv1(x))))))
+def tapped(net, x):
+    y = net.norm1(net.conv1(x))
+    return net.relu2(net.norm2(net.conv2(net.relu1(y)))) + y
 
 
-class Functions(Net):
-    def forward(self, x):
-        return self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))).relu()
+def shared_elsewhere(net, x):
+    x = net.relu1(net.norm1(net.conv1(x)))
+    return net.relu1(x + net.norm2(net.conv2(x)))
 
 
-class SharedBehindNorms(Net):
-    def forward(self, x):
-        return self.relu1(self.norm2(self.conv2(self.relu1(self.norm1(self.conv1(x))))))
-
-
-class SharedElsewhere(Net):
-    def forward(self, x):
-        x = self.relu1(self.norm1(self.conv1(x)))
-        return self.relu1(x + self.norm2(self.conv2(x)))
-
-
-class Tapped(Net):
-    """The output of the norm is used as well as that of the activation."""
-
-    def forward(self, x):
-        y = self.norm1(self.conv1(x))
-        return self.relu2(self.norm2(self.conv2(self.relu1(y)))) + y
-
-
-class DataDependent(Net):
-    def __init__(self):
-        super().__init__()
-        self.block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
-
-    def forward(self, x):
-        x = self.relu1(self.norm1(self.conv1(x)))
-        return self.block(x) if x.sum() > 0 else self.norm2(self.conv2(x))
-
-
-class Called(Net):
-    """A keyword argument with a default, sizes, and a module that only the training mode reaches."""
-
-    def forward(self, x, scale=None):
-        y = self.relu1(self.norm1(self.conv1(x)))
-        if scale:
-            y = y * scale
-        return y.view(x.size(0), -1)
+def wired(forward, **more):
+    """Two norms, connected by `forward`."""
+    return Wired(
+        forward,
+        conv1=nn.Conv2d(3, 4, 3),
+        norm1=nn.BatchNorm2d(4),
+        conv2=nn.Conv2d(4, 4, 3, padding=1),
+        **{"norm2": nn.BatchNorm2d(4), "relu1": nn.ReLU(), "relu2": nn.ReLU(), **more},
+    )
 
 
 def thresholds(net):
-    return {name: one.threshold is not None for name, one in net.named_modules() if isinstance(one, FilterResponseNorm)}
+    """The norms that have a nonlinearity."""
+    found = {name: one for name, one in net.named_modules() if isinstance(one, FilterResponseNorm)}
+    return {name for name, one in found.items() if one.threshold is not None}
 
 
 def relus(net):
     return [name for name, one in net.named_modules() if isinstance(one, nn.ReLU)]
 
 
-def test_activation_modules_after_norms_are_removed():
-    net = convert(Modules(), frn.ENTRY)
-    assert thresholds(net) == {"norm1": True, "norm2": True}
-    assert relus(net) == []
-    assert isinstance(net.relu1, nn.Identity)
-    assert net(images(2, seed=0)).min() >= 0
+# forward, the norms that get a nonlinearity, the modules that stay
+WIRINGS = {
+    "modules": (modules, {"norm1", "norm2"}, []),
+    "functions": (
+        lambda net, x: net.norm2(net.conv2(F.relu(net.norm1(net.conv1(x))))).relu(),
+        {"norm1", "norm2"},
+        ["relu1", "relu2"],
+    ),
+    "a module shared by norms": (
+        lambda net, x: net.relu1(net.norm2(net.conv2(net.relu1(net.norm1(net.conv1(x)))))),
+        {"norm1", "norm2"},
+        ["relu2"],
+    ),
+    "a module also used elsewhere": (shared_elsewhere, {"norm1"}, ["relu1", "relu2"]),
+    "the output of the norm is used": (tapped, {"norm2"}, ["relu1"]),
+    "sizes": (lambda net, x: net.relu1(net.norm1(net.conv1(x))).view(x.size(0), -1), {"norm1"}, ["relu2"]),
+}
 
 
-def test_activation_functions_stay_after_the_threshold():
-    net = convert(Functions(), frn.ENTRY)
-    assert thresholds(net) == {"norm1": True, "norm2": True}
+@pytest.mark.parametrize(("forward", "activated", "kept"), WIRINGS.values(), ids=WIRINGS)
+def test_an_activation_that_follows_norms_only_is_replaced(forward, activated, kept):
+    net = memnorm.convert(wired(forward), "frn")
+    assert thresholds(net) == activated
+    assert relus(net) == kept
+    assert net(images(2, seed=0)).isfinite().all()
+
+
+def test_a_function_is_applied_after_the_threshold():
+    net = memnorm.convert(wired(WIRINGS["functions"][0]), "frn")
     with torch.no_grad():
         net.norm2.threshold.fill_(-5)
     assert net(images(2, seed=0)).min() == 0
 
 
-def test_a_module_shared_by_norms_goes():
-    assert relus(convert(SharedBehindNorms(), frn.ENTRY)) == ["relu2"]
-
-
-def test_a_module_that_is_also_used_elsewhere_stays():
-    net = convert(SharedElsewhere(), frn.ENTRY)
-    assert relus(net) == ["relu1", "relu2"]
-    assert thresholds(net) == {"norm1": True, "norm2": False}
-
-
-def test_a_norm_whose_own_output_is_used_has_no_threshold():
-    net = convert(Tapped(), frn.ENTRY)
-    assert thresholds(net) == {"norm1": False, "norm2": True}
-    assert relus(net) == ["relu1"]
-
-
 def test_a_module_with_a_hook_stays():
-    net = Modules()
-    seen = []
+    net, seen = wired(modules), []
     net.relu1.register_forward_hook(lambda *args: seen.append(args))
-    convert(net, frn.ENTRY)
+    memnorm.convert(net, "frn")
     net(images(2, seed=0))
     assert relus(net) == ["relu1"]
     assert len(seen) == 1
 
 
-def test_without_a_graph_the_place_in_a_sequence_decides_and_a_warning_says_so():
-    with pytest.warns(MemnormWarning, match=r"what follows 2 of 3 norms of DataDependent is unknown \(TraceError"):
-        net = convert(DataDependent(), frn.ENTRY)
-    assert thresholds(net) == {"norm1": False, "norm2": False, "block.1": True}
-    assert relus(net) == ["relu1", "relu2"]
-    assert isinstance(net.block[2], nn.Identity)
+def test_an_argument_with_a_default_can_be_traced():
+    class Scaled(nn.Sequential):
+        def forward(self, x, scale=None):
+            return super().forward(x) * scale if scale else super().forward(x)
+
+    net = memnorm.convert(Scaled(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Identity(), nn.ReLU()), "frn")
+    assert thresholds(net) == {"1"}
+    assert relus(net) == []
 
 
-class Untraceable(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x) if x.sum() > 0 else x
+def untraceable(*parts):
+    return Wired(lambda net, x: net.parts(x) if x.sum() > 0 else x, parts=nn.Sequential(*parts))
+
+
+def test_without_a_graph_the_order_in_a_sequence_decides_and_a_warning_says_so():
+    block = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    with pytest.warns(MemnormWarning, match=r"what follows 2 of 3 norms of Wired is unknown \(TraceError"):
+        net = memnorm.convert(untraceable(block, wired(modules)), "frn")
+    assert thresholds(net) == {"parts.0.1"}
+    assert relus(net) == ["parts.1.relu1", "parts.1.relu2"]
 
 
 def test_without_a_graph_a_shared_activation_stays():
     relu = nn.ReLU()
     first = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Identity(), relu)
-    net = Untraceable(first, nn.Sequential(nn.Conv2d(3, 3, 1), relu))
-    convert(net, frn.ENTRY)
-    assert net[0][3] is relu
-    assert thresholds(net) == {"0.1": True}
+    net = memnorm.convert(untraceable(first, nn.Sequential(nn.Conv2d(3, 3, 1), relu)), "frn")
+    assert net.parts[0][3] is relu
+    assert thresholds(net) == {"parts.0.1"}
 
 
 def test_without_a_graph_a_shared_norm_has_no_threshold():
     norm = nn.BatchNorm2d(3)
-    net = Untraceable(nn.Sequential(norm, nn.ReLU()), nn.Sequential(norm, nn.Conv2d(3, 3, 1)))
     with pytest.warns(MemnormWarning, match="1 of 1 norms"):
-        convert(net, frn.ENTRY)
-    assert thresholds(net) == {"0.0": False}
-    assert relus(net) == ["0.1"]
+        net = memnorm.convert(untraceable(nn.Sequential(norm, nn.ReLU()), nn.Sequential(norm)), "frn")
+    assert thresholds(net) == set()
+    assert relus(net) == ["parts.0.1"]
 
 
-def test_a_norm_that_the_trace_does_not_reach_is_judged_by_its_place():
-    class Auxiliary(Modules):
-        def __init__(self):
-            super().__init__()
-            self.spare = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
-
-    net = convert(Auxiliary(), frn.ENTRY)
-    assert thresholds(net) == {"norm1": True, "norm2": True, "spare.1": True}
+def test_the_order_decides_for_a_norm_that_the_trace_does_not_reach():
+    spare = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    net = memnorm.convert(wired(modules, spare=spare), "frn")
+    assert thresholds(net) == {"norm1", "norm2", "spare.1"}
     assert relus(net) == []
 
 
-def test_arguments_with_defaults_and_sizes_can_be_traced():
-    net = convert(Called(), frn.ENTRY)
-    assert thresholds(net) == {"norm1": True, "norm2": False}
-    assert isinstance(net.relu1, nn.Identity)
-
-
-def test_identities_between_norm_and_activation_are_looked_through():
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Identity(), nn.ReLU())
-    convert(net, frn.ENTRY)
-    assert isinstance(net[3], nn.Identity)
-
-
-def test_a_module_that_is_merely_called_relu_stays():
-    net = nn.Sequential()
-    for name, layer in (("conv", nn.Conv2d(3, 4, 1)), ("bn", nn.BatchNorm2d(4)), ("relu", nn.PReLU())):
-        net.add_module(name, layer)
-    convert(net, frn.ENTRY)
-    assert isinstance(net.relu, nn.PReLU)
-    assert net.bn.threshold is None
+def test_another_activation_stays():
+    net = memnorm.convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.PReLU()), "frn")
+    assert isinstance(net[2], nn.PReLU)
+    assert thresholds(net) == set()
 
 
 def test_tracing_draws_no_random_number():
-    class Noisy(Modules):
-        def forward(self, x):
-            return super().forward(x) * float(torch.rand(()))
-
-    net = Noisy()
+    net = wired(lambda net, x: modules(net, x) * float(torch.rand(())))
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    convert(net, frn.ENTRY)
+    memnorm.convert(net, "frn")
     torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)
     assert relus(net) == []
 
 
 def test_the_end_of_a_residual_branch_has_no_threshold():
-    net = convert(models.build("resnet8", classes=5, image_shape=(3, 8, 8)), frn.ENTRY)
-    found = thresholds(net)
-    assert found["bn1"]
-    assert {name.rpartition(".")[2]: value for name, value in found.items() if "layer" in name} == {
-        "bn1": True,
-        "bn2": False,
-    }
+    found = thresholds(memnorm.convert(models.build("resnet8", classes=5, image_shape=(3, 8, 8)), "frn"))
+    assert "bn1" in found
+    assert {name.rpartition(".")[2] for name in found if "layer" in name} == {"bn1"}

@@ -13,9 +13,8 @@ from memnorm.layers import Recording
 STATISTICAL = [name for name in EACH if norms.get(name).records]
 each_statistical = pytest.mark.parametrize("name", STATISTICAL)
 
-# What `running_var` holds of batches that are all alike. Bessel's factor where the norm keeps torch's statistics; the
-# biased variance where its paper does, and for MABN the second moment.
 COUNTERS = ("num_batches_tracked", "num_updates")
+# Norms that keep torch's statistics, with Bessel's factor. The others keep the biased variance, MABN the second moment.
 UNBIASED = ("bn", "cbn", "ghost", "moving_bn")
 
 
@@ -36,8 +35,8 @@ def recorder(net):
 
 
 def converged(name, x, **options):
-    """The layer after so many forwards of one batch that its statistics do not move any more; and what entered it. The
-    batch is one image again and again: online norm moves on from image to image.
+    """The layer after so many forwards of one batch that its statistics are constant, and its input. All images of the
+    batch must be equal, because the statistics of online norm change with each image.
     """
     net = layer_of(name, **options)
     entered = entering(net)
@@ -47,7 +46,7 @@ def converged(name, x, **options):
 
 
 def entering(net):
-    """What will enter the norm."""
+    """A list that collects the inputs of the norm from now on."""
     found = []
     recorder(net).register_forward_pre_hook(lambda _layer, args: found.append(args[0].detach()))
     return found
@@ -61,7 +60,7 @@ def kept_variance(name, x):
 
 @each_norm
 def test_warm_up_counters_stop_growing(name):
-    """Besides those of batches and updates."""
+    """The counters of batches and updates do not stop."""
     options = {"mabn": {"window": 3, "warmup": 2, "correct_after": 4}, "cbn": {"window": 3, "burn_in": 4}}.get(name, {})
     net = memnorm.convert(chain(), name, **options)
     for _ in range(8):
@@ -75,13 +74,13 @@ def test_warm_up_counters_stop_growing(name):
         }
 
     before = counters()
-    for _ in range(2):  # a whole turn of the row that CBN writes next
+    for _ in range(2):  # CBN has two rows to write to
         step(net, 4)
     assert counters() == before
 
 
 @pytest.mark.parametrize(("name", "ask"), [("brn", "limits"), ("momentum_bn", "past_share")])
-def test_schedules_stay_where_they_end(name, ask):
+def test_a_schedule_keeps_its_last_value(name, ask):
     layer = recorder(layer_of(name, total_steps=10))
     arguments = () if ask == "limits" else (2,)
     at_the_end = torch.as_tensor(getattr(layer, ask)(*arguments, torch.tensor(10)))
@@ -116,7 +115,7 @@ def test_epsilon_does_not_leak_into_the_running_variance(name):
 
 @each_statistical
 def test_bessels_factor_counts_images_and_pixels(name):
-    """With n = N·H·W = 8; from N alone, or not at all, it would be another number."""
+    """n = N·H·W = 8."""
     layer, entered = converged(name, randn(1, 3, 2, 2, seed=0).expand(2, -1, -1, -1))
     torch.testing.assert_close(layer.running_var, kept_variance(name, entered), rtol=1e-9, atol=0)
 
@@ -135,7 +134,7 @@ def test_no_batch_size_is_fixed(name):
 
 @each_norm
 def test_state_dict_holds_all_that_training_changed(name):
-    """Another network that loads it trains and evaluates the same."""
+    """A network that loads the state trains and evaluates the same."""
     net = memnorm.convert(chain(), name)
     for seed in range(5):
         step(net, 4, seed=seed)
@@ -149,12 +148,11 @@ def test_state_dict_holds_all_that_training_changed(name):
     assert torch.equal(net.eval()(images(4, seed=9)), twin.eval()(images(4, seed=9)))
 
 
-# The other papers average variances as they stand (their cards say so): BRN deviations, lagged BN and Momentum BN the
-# variances themselves, and the running statistics of batch norm, ghost batch norm and moving averages are torch's.
-# MABN's second moment has no mean to be shifted.
+# The other norms average deviations or variances without the shift, as their papers and torch do. The second moment of
+# MABN has no mean.
 @pytest.mark.parametrize("name", ["mbn", "online"])
 def test_the_variance_of_several_batches_has_the_shift_between_their_means(name):
-    """Batches of alternating mean ±1 that hardly vary in themselves: taken together they have variance 1."""
+    """Batches of alternating mean ±1 and almost no variance have variance 1 together."""
     net = layer_of(name, **({"momentum": 0.01} if name == "online" else {"decay": 1.0}))
     for index in range(500 if name == "online" else 20):
         net(0.01 * randn(4, 3, 2, 2, seed=index) + (-1) ** index)
@@ -162,7 +160,7 @@ def test_the_variance_of_several_batches_has_the_shift_between_their_means(name)
 
 
 def test_the_window_of_cbn_has_the_shift_between_its_means():
-    """Normalised by the union of four such batches, values are about ±1; without the shift they would be larger."""
+    """Normalized by the union of four such batches, values are about ±1; without the shift they would be larger."""
     net = layer_of("cbn", window=4)
     for index in range(4):
         y = net(0.01 * randn(4, 3, 2, 2, seed=index) + (-1) ** index)
@@ -182,7 +180,7 @@ def test_recalibration_has_the_shift_between_means(name):
 @pytest.mark.parametrize("momentum", [0.05, 0.3])
 @pytest.mark.parametrize("name", ["lagged_bn", "mabn"])
 def test_debiasing_uses_the_decay_of_the_average(name, momentum):
-    """After t batches the i-th weighs (1 − m)^(t − i), divided by the sum of all such weights."""
+    """After t batches the i-th has the weight (1 − m)^(t − i), divided by the sum of these weights."""
     net = layer_of(name, momentum=momentum)
     seen = entering(net)
     for index in range(7):
@@ -197,7 +195,7 @@ def test_debiasing_uses_the_decay_of_the_average(name, momentum):
 @each_norm
 def test_buffers_stay_the_same_tensors(name):
     net = memnorm.convert(chain(), name)
-    step(net, 4)  # CBN allocates its memory by the layer that it finds in front of it
+    step(net, 4)  # CBN allocates its memory when it finds the preceding layer
     before = {key: buffer.data_ptr() for key, buffer in net.named_buffers()}
     for batch in (4, 2):
         step(net, batch)

@@ -1,18 +1,17 @@
 """Normalization Propagation: its equations and constants, moments on Gaussian data, and unsupported models."""
 
 import math
-import statistics
 
 import pytest
 import torch
-from helpers.batch_free import convert
+from helpers.batch_free import Wired
 from helpers.common import images, labels, randn, small_net
+from helpers.conversion import BatchNormAct2d
 from torch import nn
 from torch.nn import functional as F
 
 import memnorm
 from memnorm.errors import NothingToRecord, OptionError
-from memnorm.lab import models
 from memnorm.norms import normprop
 from memnorm.norms.normprop import NormProp, Standardize, largest_of
 
@@ -45,7 +44,7 @@ def pooled_net():
     )
     for index, value in enumerate(net.parameters()):
         value.data = 0.4 * randn(*value.shape, seed=index) + (1 if index in (2, 6) else 0)
-    return convert(net.double(), normprop.ENTRY)
+    return memnorm.convert(net.double(), "normprop")
 
 
 def test_trains_like_its_equations():
@@ -96,22 +95,11 @@ def wide_chain():
 
 
 def test_gaussian_data_keep_mean_0_and_variance_1_in_every_layer():
-    found = moments(convert(wide_chain(), normprop.ENTRY, ratio=1.0), randn(8, 16, 18, 18, seed=99).float())
+    found = moments(memnorm.convert(wide_chain(), "normprop", ratio=1.0), randn(8, 16, 18, 18, seed=99).float())
     assert len(found) == 11
     for mean, var in found:
         assert mean == pytest.approx(0, abs=0.1)
         assert var == pytest.approx(1, abs=0.15)
-
-
-def test_the_ratio_of_the_paper_shrinks_the_deviation_by_as_much():
-    (mean, var), (mean_after, var_after) = moments(
-        convert(wide_chain(), normprop.ENTRY), randn(8, 16, 18, 18, seed=99).float()
-    )[:2]
-    std = 1 / 1.21
-    assert mean == pytest.approx(0, abs=0.02)
-    assert var == pytest.approx(std**2, abs=0.03)
-    assert mean_after == pytest.approx((std - 1) * 0.39894 / 0.58382, abs=0.02)
-    assert var_after == pytest.approx(std**2, abs=0.04)
 
 
 def test_with_the_ratio_of_the_paper_gradients_keep_their_size():
@@ -119,21 +107,9 @@ def test_with_the_ratio_of_the_paper_gradients_keep_their_size():
     for ratio, expected in ((1.21, 1.0), (1.0, 1.21**2)):
         net = nn.Sequential(nn.Linear(200, 200), nn.BatchNorm1d(200), nn.ReLU())
         nn.init.normal_(net[0].weight, generator=torch.Generator().manual_seed(0))
-        convert(net, normprop.ENTRY, ratio=ratio)
+        memnorm.convert(net, "normprop", ratio=ratio)
         jacobians = torch.func.vmap(torch.func.jacrev(net))(randn(50, 1, 200, seed=1).float()).detach()
         assert float(jacobians.square().sum() / 50 / 200) == pytest.approx(expected, rel=0.05)
-
-
-@pytest.mark.parametrize("name", ["nin", "vgg16"])
-def test_the_networks_of_the_paper_start_with_unit_moments(name):
-    torch.manual_seed(0)
-    net = convert(models.build(name, classes=10, image_shape=(3, 32, 32)), normprop.ENTRY, ratio=1.0).eval()
-    found = moments(net, randn(2, 3, 32, 32, seed=0).float())
-    assert len(found) == {"nin": 20, "vgg16": 31}[name]
-    # Zeros at the borders take variance away layer by layer; the values in a window are not quite independent.
-    for mean, var in found[:8]:
-        assert mean == pytest.approx(0, abs=0.15)
-        assert var == pytest.approx(1, abs=0.2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 9, 27])
@@ -142,15 +118,6 @@ def test_the_constants_of_max_pooling_are_those_of_random_draws(count):
     mean, std = largest_of(count)
     assert mean == pytest.approx(float(draws.mean()), abs=1e-2)
     assert std == pytest.approx(float(draws.std()), abs=1e-2)
-
-
-def test_a_window_of_one_has_the_moments_of_a_gaussian_after_relu():
-    mean, std = largest_of(1)
-    assert mean == pytest.approx(normprop.RELU_MEAN, abs=1e-6)
-    assert std == pytest.approx(normprop.RELU_STD, abs=1e-6)
-    normal = statistics.NormalDist()
-    assert pytest.approx(normal.pdf(0), abs=1e-12) == normprop.RELU_MEAN
-    assert pytest.approx(math.sqrt(0.5 - normal.pdf(0) ** 2), abs=1e-12) == normprop.RELU_STD
 
 
 @pytest.mark.parametrize(
@@ -177,20 +144,10 @@ def test_independent_values_are_normalized_after_any_pooling(pool, count):
         assert normprop.after_pooling(pool).std == pytest.approx(1 / math.sqrt(count))
 
 
-def test_the_length_of_a_filter_does_not_matter():
-    net = pooled_net()
-    x = images(3, seed=0, dtype=torch.float64)
-    expected = net(x)
-    with torch.no_grad():
-        net[0].weight.mul_(3)
-        net[4].weight[2].mul_(0.01)
-    torch.testing.assert_close(net(x), expected, rtol=0, atol=1e-12)
-
-
 def test_weights_stay_the_same_objects_under_the_same_names_and_biases_before_norms_go():
     plain = small_net()
     before = dict(plain.named_parameters())
-    after = dict(convert(plain, normprop.ENTRY).named_parameters())
+    after = dict(memnorm.convert(plain, "normprop").named_parameters())
     assert set(before) - set(after) == {"0.bias", "3.bias"}
     assert all(after[name] is before[name] for name in after)
 
@@ -200,7 +157,7 @@ def test_convolutions_are_still_convolutions_and_keep_their_hooks():
     seen = []
     net[0].register_forward_hook(lambda *_: seen.append(1))
     net[2].register_forward_hook(lambda *_: seen.append(2))
-    convert(net, normprop.ENTRY)
+    memnorm.convert(net, "normprop")
     net(images(2, seed=0))
     assert isinstance(net[0], nn.Conv2d)
     assert seen == [1, 2]
@@ -211,138 +168,98 @@ def test_a_global_average_and_a_relu_without_norm_are_unchanged():
         *(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
         *(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)),
     )
-    convert(net, normprop.ENTRY)
+    memnorm.convert(net, "normprop")
     assert [type(one).__name__ for one in net] == [
         *("UnitConv2d", "NormProp", "Sequential", "AdaptiveAvgPool2d", "Flatten", "Linear", "ReLU", "Linear"),
     ]
 
 
 def test_a_norm_without_relu_is_not_followed_by_constants():
-    net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), normprop.ENTRY)
+    net = memnorm.convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), "normprop")
     assert [type(one).__name__ for one in net] == ["UnitConv2d", "NormProp", "Conv2d"]
-
-
-def test_there_is_nothing_to_record():
-    net = convert(small_net(), normprop.ENTRY)
-    with pytest.raises(NothingToRecord, match="its norms are NormProp"):
-        memnorm.rerecord(net, images(2, seed=0))
 
 
 @pytest.mark.parametrize("ratio", [0, -1.21, math.inf, math.nan, "1.21", True, None])
 def test_the_ratio_must_be_a_positive_number(ratio):
     with pytest.raises(OptionError, match="ratio must be a positive number"):
-        convert(small_net(), normprop.ENTRY, ratio=ratio)
-
-
-@pytest.mark.parametrize(("name", "size"), [("resnet8", 8), ("resnet50", 32), ("googlenet", 32)])
-def test_networks_with_branches_are_an_error_with_the_reason(name, size):
-    with torch.device("meta"):
-        net = models.build(name, classes=5, image_shape=(3, size, size))
-    reason = {"googlenet": "cat"}.get(name, "add")
-    with pytest.raises(OptionError, match=rf"branches are joined \({reason}\), as in a residual network"):
-        convert(net, normprop.ENTRY)
-
-
-def refusal(net):
-    before = [(name, type(one)) for name, one in net.named_modules()]
-    with pytest.raises(OptionError) as caught:
-        convert(net, normprop.ENTRY)
-    assert [(name, type(one)) for name, one in net.named_modules()] == before, "a refused model is as before"
-    return str(caught.value)
+        memnorm.convert(small_net(), "normprop", ratio=ratio)
 
 
 def block(*behind, first=None):
     return nn.Sequential(first or nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), *behind)
 
 
-def test_another_activation_is_an_error():
-    assert "followed by 2 (PReLU); normprop supports ReLU only" in refusal(block(nn.PReLU()))
-    assert "followed by 2 (MaxPool2d)" in refusal(block(nn.MaxPool2d(2), nn.ReLU()))
+def wired(forward, *behind):
+    return Wired(forward, block=block(*behind))
 
 
-def test_what_feeds_the_norm_must_have_filters():
-    assert "fed by 0 (ConvTranspose2d)" in refusal(block(first=nn.ConvTranspose2d(3, 4, 1)))
-    assert "fed by input; normprop needs a convolution" in refusal(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()))
-
-    class Tapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
-
-        def forward(self, x):
-            x = self.conv(x)
-            return self.norm(x), x
-
-    assert "fed by a result that is also used elsewhere" in refusal(Tapped())
+def used_twice(relu):
+    return nn.Sequential(block(relu), nn.Conv2d(4, 4, 1), relu)
 
 
-def test_relu_and_pooling_as_functions_are_errors():
-    class Called(nn.Module):
-        def __init__(self, behind):
-            super().__init__()
-            self.block, self.behind = block(), behind
+UNSUPPORTED = {
+    "another activation": (lambda: block(nn.PReLU()), r"followed by 2 \(PReLU\); normprop supports ReLU only"),
+    "pooling first": (lambda: block(nn.MaxPool2d(2), nn.ReLU()), r"followed by 2 \(MaxPool2d\)"),
+    "no filters": (lambda: block(first=nn.ConvTranspose2d(3, 4, 1)), r"fed by 0 \(ConvTranspose2d\)"),
+    "nothing before": (lambda: nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()), "fed by input; normprop needs a conv"),
+    "tapped": (
+        lambda: wired(lambda net, x: (net.block[1](y := net.block[0](x)), y)),
+        "fed by a result that is also used elsewhere",
+    ),
+    "relu function": (lambda: wired(lambda net, x: F.relu(net.block(x))), "relu is called as a function"),
+    "pooling function": (
+        lambda: wired(lambda net, x: F.avg_pool2d(net.block(x), 2), nn.ReLU()),
+        "is a pooling that cannot be normalized",
+    ),
+    "indices": (
+        lambda: nn.Sequential(block(nn.ReLU()), nn.MaxPool2d(2, return_indices=True)),
+        "is a pooling that cannot be normalized",
+    ),
+    "relu without norm": (lambda: used_twice(nn.ReLU()), r"0\.2 \(ReLU\) is also used without a norm before it"),
+    "not traceable": (
+        lambda: wired(lambda net, x: net.block(x) if x.sum() > 0 else x, nn.ReLU()),
+        r"graph of the model, which cannot be traced \(TraceError",
+    ),
+    "branches": (lambda: wired(lambda net, x: net.block(x) + x[:, :1], nn.ReLU()), r"branches are joined \(add\)"),
+    "single norm": (lambda: nn.BatchNorm2d(3), "a single norm has no filters"),
+    "activated norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, act=nn.SiLU())),
+        "its norms include SiLU",
+    ),
+}
 
-        def forward(self, x):
-            return self.behind(self.block(x))
 
-    assert "relu is called as a function; normprop needs the module" in refusal(Called(F.relu))
-
-    class Pooled(Called):
-        def forward(self, x):
-            return F.avg_pool2d(self.behind(self.block(x)), 2)
-
-    assert "is a pooling that cannot be normalized" in refusal(Pooled(nn.ReLU()))
-    assert "cannot be normalized" in refusal(nn.Sequential(block(nn.ReLU()), nn.MaxPool2d(2, return_indices=True)))
+@pytest.mark.parametrize(("build", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_an_unsupported_model_is_an_error_with_the_reason_and_stays_unchanged(build, message):
+    net = build()
+    before = [(name, type(one)) for name, one in net.named_modules()]
+    with pytest.raises(OptionError, match=message):
+        memnorm.convert(net, "normprop")
+    assert [(name, type(one)) for name, one in net.named_modules()] == before
 
 
-def test_a_relu_that_is_also_used_without_norm_is_an_error():
+def test_a_norm_that_includes_relu_is_followed_by_constants():
+    net = memnorm.convert(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, act=nn.ReLU())), "normprop")
+    assert isinstance(net[1][2][1], Standardize)
+
+
+def test_a_relu_shared_by_norms_only_is_supported():
     relu = nn.ReLU()
-    net = nn.Sequential(block(relu), nn.Conv2d(4, 4, 1), relu)
-    assert "0.2 (ReLU) is also used without a norm before it" in refusal(net)
-
-
-def test_a_relu_shared_by_norms_only_is_fine():
-    relu = nn.ReLU()
-    net = convert(nn.Sequential(block(relu), block(relu, first=nn.Conv2d(4, 4, 1))), normprop.ENTRY)
+    net = memnorm.convert(nn.Sequential(block(relu), block(relu, first=nn.Conv2d(4, 4, 1))), "normprop")
     assert net[0][2] is net[1][2]
     assert isinstance(net[0][2][1], Standardize)
 
 
-def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason():
-    class Fickle(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x) if x.sum() > 0 else x
-
-    assert "graph of the model, which cannot be traced (TraceError" in refusal(Fickle(*block(nn.ReLU())))
-
-
-def test_a_single_batch_norm_is_an_error():
-    with pytest.raises(OptionError, match="a single norm"):
-        convert(nn.BatchNorm2d(3), normprop.ENTRY)
-
-
-def test_a_norm_that_includes_another_activation_is_an_error():
-    class BatchNormAct2d(nn.BatchNorm2d):
-        def __init__(self, channels, act):
-            super().__init__(channels)
-            self.drop, self.act = nn.Identity(), act
-
-        def forward(self, x):
-            return self.act(self.drop(super().forward(x)))
-
-    assert "include SiLU" in refusal(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, nn.SiLU())))
-    net = convert(nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormAct2d(4, nn.ReLU())), normprop.ENTRY)
-    assert isinstance(net[1][2][1], Standardize)
-
-
 def test_sizes_in_a_forward_are_no_branches():
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block, self.fc = block(nn.ReLU()), nn.Linear(4, 2)
+    def forward(net, x):
+        x = net.block(x)
+        return net.fc(x.view(x.size(0), x.shape[1], -1).mean(2).view(x.shape[0], -1))
 
-        def forward(self, x):
-            x = self.block(x)
-            return self.fc(x.view(x.size(0), x.shape[1], -1).mean(2).view(x.shape[0], -1))
+    net = Wired(forward, block=block(nn.ReLU()), fc=nn.Linear(4, 2))
+    assert memnorm.convert(net, "normprop")(images(2, seed=0)).shape == (2, 2)
 
-    assert convert(Flat(), normprop.ENTRY)(images(2, seed=0)).shape == (2, 2)
+
+def test_there_is_nothing_to_record():
+    net = memnorm.convert(small_net(), "normprop")
+    with pytest.raises(NothingToRecord, match="its norms are NormProp"):
+        memnorm.rerecord(net, images(2, seed=0))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from helpers.common import assert_same_state, images, labels, small_net
 from helpers.export import MANY, assert_folded, in_onnx_runtime, quantized
-from helpers.optional import library
 from helpers.versions import TORCH
 from torch import nn
 from torch.nn import functional as F
@@ -51,14 +50,6 @@ def test_an_exported_network_evaluates_the_same_with_operations_of_torch_alone(n
     torch.testing.assert_close(program.module()(x), net(x), rtol=0, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
-@each_norm
-def test_a_jit_trace_evaluates_the_same_on_another_number_of_images(name):
-    net = network(name).eval()
-    traced = torch.jit.trace(net, images(4, seed=0))
-    torch.testing.assert_close(traced(images(7, seed=9)), net(images(7, seed=9)), rtol=0, atol=1e-5)
-
-
 @each_norm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_under_autocast_statistics_are_float32_near_those_without_and_written_in_place(name, dtype):
@@ -82,15 +73,6 @@ def test_an_average_evaluates_as_its_plain_twin(name):
     plain = memnorm.to_batchnorm(copy.deepcopy(averaged.module))
     assert {type(layer) for layer in plain.modules() if "Norm" in type(layer).__name__} == {nn.BatchNorm2d}
     torch.testing.assert_close(averaged.eval()(x), plain.eval()(x), rtol=0, atol=1e-5)
-
-
-@each_norm
-def test_a_network_saved_by_safetensors_trains_alike(name, tmp_path):
-    safetensors = library("safetensors.torch")
-    net, other = network(name), network(name, seed=1, steps=1)
-    safetensors.save_file(net.state_dict(), tmp_path / "net.safetensors")
-    other.load_state_dict(safetensors.load_file(tmp_path / "net.safetensors"))
-    assert_same_state(trained(other, range(10, 13)), trained(net, range(10, 13)))
 
 
 @pytest.mark.slow
@@ -131,23 +113,6 @@ def test_a_functional_call_records_into_the_buffers_passed_in_and_no_others(name
         torch.testing.assert_close(buffers[key], buffer, rtol=0, atol=0, msg=lambda m, k=key: f"{k}: {m}")
     for key, parameter in twin.named_parameters():
         torch.testing.assert_close(parameters[key].grad, parameter.grad, rtol=0, atol=0)
-
-
-@each_norm
-def test_func_grad_with_buffers_passed_in_gives_autograds_gradients_in_eval(name):
-    net = network(name).eval()
-    x, target = images(6, seed=10), labels(6, seed=10)
-    parameters, buffers = (
-        {key: one.detach() for key, one in named} for named in (net.named_parameters(), net.named_buffers())
-    )
-
-    def loss(parameters):
-        return F.cross_entropy(torch.func.functional_call(net, (parameters, buffers), (x,)), target)
-
-    gradients = torch.func.grad(loss)(parameters)
-    net.zero_grad()
-    F.cross_entropy(net(x), target).backward()
-    torch.testing.assert_close(gradients, {key: one.grad for key, one in net.named_parameters()}, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

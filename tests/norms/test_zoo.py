@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 
 class Trial(NamedTuple):
-    """How a network is tried. Images are as small as leaves 2×2 pixels to the last norm: one pixel is no image."""
+    """How a network is trained. The images are so small that the last norm gets 2×2 pixels."""
 
     size: int
     steps: int = 40

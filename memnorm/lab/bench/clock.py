@@ -1,4 +1,4 @@
-"""Taking turns: times of several calls in one run, and their ratios to the first."""
+"""Taking turns: times of several calls in one run, their ratios to the first, and bounds on them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,23 @@ class Ratio:
     high: float
 
 
+@dataclass(frozen=True)
+class Target:
+    """A measured value, the bound that it must not exceed, and a bound that would be good."""
+
+    what: str
+    value: float
+    must: float
+    good: float | None = None
+    unit: str = "× BN"
+
+    @property
+    def verdict(self) -> str:
+        if self.value > self.must:
+            return "missed"
+        return "good" if self.good is not None and self.value <= self.good else "reached"
+
+
 def take_turns(calls: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
     """Seconds per call, a value for each round. Short calls are repeated within a turn."""
     repeats = {}
@@ -48,15 +65,13 @@ def _timed(call: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def ratios(seconds: Mapping[str, list[float]], base: str | None = None) -> list[Ratio]:
-    """Ratios to `base`, by default the first; each round's turns are compared with one another."""
-    reference = seconds[base] if base is not None else next(iter(seconds.values()))
-    return [_ratio(name, own, reference) for name, own in seconds.items()]
-
-
-def _ratio(name: str, own: list[float], base: list[float]) -> Ratio:
-    low, middle, high = statistics.quantiles([one / other for one, other in zip(own, base, strict=True)], n=4)
-    return Ratio(name, 1000 * statistics.median(own), middle, low, high)
+def ratios(seconds: Mapping[str, list[float]]) -> list[Ratio]:
+    """Ratios to the first; each round's turns are compared with one another."""
+    base, found = next(iter(seconds.values())), []
+    for name, own in seconds.items():
+        low, middle, high = statistics.quantiles([one / other for one, other in zip(own, base, strict=True)], n=4)
+        found.append(Ratio(name, 1000 * statistics.median(own), middle, low, high))
+    return found
 
 
 def geometric_mean(values: Iterable[float]) -> float:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import memnorm
-from memnorm.lab.bench.clock import geometric_mean, ratios, take_turns
-from memnorm.lab.bench.targets import Target
+from memnorm.lab.bench.clock import Target, geometric_mean, ratios, take_turns
 
 SHAPES = [
     (2, 64, 8, 8),

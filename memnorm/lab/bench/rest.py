@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import memnorm
 from memnorm.lab import data
+from memnorm.lab.bench.clock import Target
 from memnorm.lab.bench.layer import CURVE
 from memnorm.lab.bench.layer import data as layer_data
 from memnorm.lab.bench.step import stepper
-from memnorm.lab.bench.targets import Target
 
 IMPORT = """
 import time, torch

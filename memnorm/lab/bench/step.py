@@ -19,8 +19,7 @@ from torch import nn
 import memnorm
 from memnorm import norms
 from memnorm.lab import models
-from memnorm.lab.bench.clock import ratios
-from memnorm.lab.bench.targets import Target
+from memnorm.lab.bench.clock import Target, ratios
 from memnorm.lab.models.parts import Residual
 
 ROUNDS = {128: 11, 8: 100, 2: 150}

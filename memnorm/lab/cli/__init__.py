@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -45,6 +46,7 @@ def program() -> NoReturn:
     """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files may be no UTF-8
+    warnings.formatwarning = lambda message, *_where, **_more: f"memnorm: {visible(str(message))}\n"
     code = main()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         sys.stdout.flush()

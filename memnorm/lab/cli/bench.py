@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from memnorm.lab.cli.flags import parse, parser
+from memnorm.lab.bench.clock import Target, require_quiet
+from memnorm.lab.cli.flags import names, parse, parser
 from memnorm.lab.console import stderr
 from memnorm.lab.disk import write_text
 from memnorm.lab.errors import FAILED, OK, UsageError
@@ -64,14 +65,14 @@ def measure(arguments: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     import torch
 
     from memnorm.lab import environment
-    from memnorm.lab.bench import clock, layer, rest, step
+    from memnorm.lab.bench import layer, rest, step
 
     torch.set_num_threads(arguments.threads)
-    share = None if arguments.busy else clock.require_quiet()
+    share = None if arguments.busy else require_quiet()
     rounds = max(5, round(21 * arguments.scale))
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "layer": lambda: layer.measure(rounds),
-        "step": lambda: step.measure(tuple(arguments.models.split(",")), arguments.scale),
+        "step": lambda: step.measure(tuple(names(arguments.models)), arguments.scale),
         "data": rest.measure_data,
         "rest": rest.measure_rest,
     }
@@ -87,8 +88,6 @@ def _targets(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def text(record: dict[str, Any]) -> str:
     """The targets, and for layers and steps the ratios behind them."""
-    from memnorm.lab.bench.targets import Target
-
     parts = []
     if "layer" in record:
         rows: list[tuple[str, ...]] = [

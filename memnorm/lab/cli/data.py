@@ -33,14 +33,14 @@ def main(words: Sequence[str]) -> int:
     if arguments.action == "list":
         return show(arguments)
     if not arguments.names:
-        raise UsageError(f"memnorm data {arguments.action}: name a data set; there are {', '.join(data.available())}")
+        raise UsageError(f"memnorm data {arguments.action}: name a data set; there are {', '.join(data.DATA_SETS)}")
     return get(arguments) if arguments.action == "get" else verify(arguments)
 
 
 def ensure(names: Iterable[str], root: Path | None, download: bool) -> None:
     """Download missing data sets with --download; without it, raise an error with the command."""
     for name in names:
-        entry, place = data.available().get(name), root or data.default_root()
+        entry, place = data.DATA_SETS.get(name), root or data.default_root()
         if entry is None or entry.present(place):
             continue
         if not download:
@@ -52,7 +52,7 @@ def ensure(names: Iterable[str], root: Path | None, download: bool) -> None:
 def show(arguments: Any) -> int:
     root = arguments.data_root or data.default_root()
     rows: list[dict[str, Any]] = []
-    for name, entry in data.available().items():
+    for name, entry in data.DATA_SETS.items():
         if not arguments.names or name in arguments.names:
             size = sum(item.size for item in entry.downloads) / 1e6
             rows.append({"name": name, "here": entry.present(root), "megabytes": round(size), "about": entry.about})

@@ -24,7 +24,7 @@ from memnorm.lab.errors import FAILED, OK
 from memnorm.lab.experiment import Experiment, run_experiment
 from memnorm.lab.grid import run_all
 from memnorm.lab.listen import Outcome
-from memnorm.lab.report import Grid, Section
+from memnorm.lab.report import Section
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
 from memnorm.text import table
@@ -59,7 +59,7 @@ def main(words: Sequence[str]) -> int:
     console.print(f"3/3 live comparison: {PROTOCOL} …", markup=False)
     found = live(Store(arguments.out / "runs"))
     result, parts = live_part(found), [equations_part(checks), cost_part(costs)]
-    page = report.collect([], title="memnorm demo", sections=[result, *parts], made=[found], only=[])
+    page = report.collect([], title="memnorm demo", sections=[result, *parts], made=[found])
     written = report.write(page, arguments.out)
     print(numbers_of(checks, costs, found) if arguments.json else as_text([*parts, result], written[0]))
     return FAILED if found.failures else OK
@@ -87,7 +87,8 @@ def equations_part(checks: Sequence[equations.Check]) -> Section:
             "Each layer compared with the paper's Eq. 5 and Algorithm 1 as a literal program, which keeps remembered "
             f"batches whole (memnorm.reference), in float64. Largest difference found: {largest:.1e}."
         ],
-        [Grid("", ("what", "largest difference"), [(one.what, f"{one.difference:.1e}") for one in checks])],
+        ("what", "largest difference"),
+        [(one.what, f"{one.difference:.1e}") for one in checks],
     )
 
 
@@ -101,7 +102,8 @@ def cost_part(costs: Sequence[Ratio]) -> Section:
             "ResNet-20, batch size 8, whole steps, the arms taking turns. MBN-1 is the memory alone, MBN-2 has "
             "Double-Forward. The second BN shows how far two equal things differ here."
         ],
-        [Grid("", ("norm", "ms per step", "ratio to BN", "middle half of the ratios"), rows)],
+        ("norm", "ms per step", "ratio to BN", "middle half of the ratios"),
+        rows,
     )
 
 
@@ -114,7 +116,8 @@ def live_part(found: Comparison) -> Section:
             f"A small data set and few seeds separate little; this shows more: {MORE}",
             RECORDED,
         ],
-        [Grid("", ERROR_HEADER, error_rows(found))],
+        ERROR_HEADER,
+        error_rows(found),
     )
 
 
@@ -126,6 +129,6 @@ def numbers_of(checks: Sequence[equations.Check], costs: Sequence[Ratio], found:
 def as_text(parts: Sequence[Section], page: Path) -> str:
     blocks = []
     for part in parts:
-        tables = [table([grid.header, *grid.rows]) for grid in part.grids]
-        blocks.append("\n\n".join([f"{part.title}\n{'=' * len(part.title)}", *part.paragraphs, *tables]))
+        title = f"{part.title}\n{'=' * len(part.title)}"
+        blocks.append("\n\n".join([title, *part.paragraphs, table([part.header, *part.rows])]))
     return "\n\n\n".join([*blocks, f"report: {page}"])

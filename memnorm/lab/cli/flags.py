@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, NoReturn, TypeVar, get_origin
 
 import jsonargparse
 
 from memnorm.lab.errors import UsageError
-from memnorm.lab.spec import hints
-from memnorm.lab.store import check_root
+from memnorm.lab.spec import hints, parse_yaml
 
 TRUST = "--trust-config"
+WORDS = {"int": "a whole number", "float": "a number", "dict": "a mapping such as {name: value}"}
+jsonargparse.set_loader(
+    "memnorm", lambda text: parse_yaml(text, jsonargparse.get_loader("yaml")), exceptions=(UsageError,)
+)
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 
@@ -32,14 +36,22 @@ class Formatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFo
         return f"{text} (default: {str(default).lower() if default is True else default})"
 
 
+class Parser(jsonargparse.ArgumentParser):
+    """Writes types in error messages as a user would."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        super().error(re.sub(r"a <class '(\w+)'>", lambda found: WORDS.get(found[1], found[1]), message), ex)
+
+
 def parser(command: str, what: str, examples: str, positional: str = "") -> jsonargparse.ArgumentParser:
     """A parser whose help begins with the command's purpose and examples."""
-    made = jsonargparse.ArgumentParser(
+    made = Parser(
         prog=f"memnorm {command}",
         usage=f"memnorm {command} [options]" if not positional else f"memnorm {command} {positional} [options]",
         description=f"{what}\n\n{examples.strip()}",
         formatter_class=Formatter,
         print_config="--print-%s",
+        parser_mode="memnorm",
     )
     made.allow_abbrev = False
     return made
@@ -96,9 +108,6 @@ def add_places(target: Any) -> None:
 def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:
     arguments = made.parse_args(words)
     _check_trust(arguments, words)
-    runs = getattr(arguments, "runs", [])
-    for root in runs if isinstance(runs, list) else [runs]:
-        check_root(root)
     return arguments
 
 

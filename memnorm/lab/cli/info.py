@@ -12,7 +12,6 @@ from typing import Any
 import memnorm
 from memnorm.lab import data, environment
 from memnorm.lab.errors import OK
-from memnorm.text import table
 
 EXAMPLES = """
 examples:
@@ -36,7 +35,8 @@ def main(words: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps(facts, indent=1))
     else:
-        print(table([("", ""), *((name, _words(value)) for name, value in facts.items())]).partition("\n")[2])
+        width = max(map(len, facts))
+        print("\n".join(f"{name:{width}}  {_words(value)}" for name, value in facts.items()))
     return OK
 
 
@@ -55,7 +55,7 @@ def gather(data_root: Path | None) -> dict[str, Any]:
         "kernels": environment.kernels(),
         "norms": memnorm.norms.available(),
         "data root": str(root),
-        "data present": [name for name, entry in data.available().items() if entry.present(root)],
+        "data present": [name for name, entry in data.DATA_SETS.items() if entry.present(root)],
     }
 
 

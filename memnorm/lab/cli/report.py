@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memnorm.lab import report
-from memnorm.lab.cli.flags import parse, parser
+from memnorm.lab.cli.flags import names, parse, parser
 from memnorm.lab.errors import OK
 
 EXAMPLES = """
 examples:
   memnorm report
-  memnorm report --runs runs other-runs --out report
+  memnorm report --runs runs,other-runs --out report
 
 It reads what is stored and trains nothing. The same store gives the same files, byte for byte.
 """
@@ -21,16 +21,10 @@ It reads what is stored and trains nothing. The same store gives the same files,
 
 def main(words: Sequence[str]) -> int:
     made = parser("report", "Write report.html, report.md and CSV files from stored runs.", EXAMPLES)
-    made.add_argument(
-        "--runs",
-        type=Path,
-        nargs="+",
-        default=[Path("runs")],
-        help="folders that runs are kept in, separated by spaces",
-    )
+    made.add_argument("--runs", type=str, default="runs", help="folders that runs are kept in, comma-separated")
     made.add_argument("--out", type=Path, default=Path("report"), help="folder to write to")
     made.add_argument("--json", action="store_true", help="print the written files as JSON")
     arguments = parse(made, words)
-    written = report.write(report.collect(arguments.runs), arguments.out)
+    written = report.write(report.collect(names(arguments.runs)), arguments.out)
     print(json.dumps([str(path) for path in written]) if arguments.json else "\n".join(map(str, written)))
     return OK

@@ -8,31 +8,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memnorm.lab import duration, report
-from memnorm.lab.arms import registered
+from memnorm.lab import report
+from memnorm.lab.arms import unsupported
+from memnorm.lab.checkpoint import reached
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
-from memnorm.lab.cli.queue import queue_json, queue_text, seconds_here, seconds_left, total
 from memnorm.lab.console import stderr, watching
-from memnorm.lab.environment import cores
 from memnorm.lab.errors import FAILED, OK, LabError, UsageError
 from memnorm.lab.grid import run_all
+from memnorm.lab.paper import FIGURES, TABLES, Cell
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.tables import FIGURES, RULES, SCALES, TABLES, Cell, Item, at_scale, select, unique_specs, unsupported
+from memnorm.lab.tables import RULES, SCALES, Item, at_scale, select, unique_specs
 from memnorm.text import table
 
 EXAMPLES = """
 examples:
   memnorm reproduce all --scale smoke --jobs 2            every cell, two iterations each: does it run?
-  memnorm reproduce small-batch --scale reduced --list    cells, the paper's numbers, status, estimated time
+  memnorm reproduce small-batch --scale reduced --list    cells, the paper's numbers, iterations, status
   memnorm reproduce small-batch --scale reduced --only 8/* --seeds 3 --jobs 2
   memnorm reproduce cifar10 --scale paper --only MBN/ResNet-20 --dry-run
   memnorm reproduce all --scale reduced --launcher ray    on the Ray cluster at RAY_ADDRESS
 
 It can be interrupted at any time: the same command skips finished runs and resumes the others.
 """
-TIMED = "makes no run, but times a few steps of each kind to say how long the runs take here"
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,7 @@ def main(words: Sequence[str]) -> int:
     specs = unique_specs(runnable, arguments.scale, seeds)
     store = Store(arguments.runs)
     if arguments.list or arguments.dry_run:
-        threads = 1 if arguments.jobs or arguments.launcher == "ray" else execution.threads or cores()
-        seconds = seconds_here(specs, store.runs(), threads)
-        if arguments.list:
-            print(listing(entries, specs, store, seconds, arguments))
-        else:
-            print(queue(specs, store, seconds, arguments))
+        print(listing(entries, specs, store, arguments) if arguments.list else queue(specs, store, arguments.json))
         return OK
     return carry_out(entries, specs, store, execution, arguments)
 
@@ -77,8 +71,8 @@ def flags() -> Any:
         "--only", action="append", metavar="ROW/COLUMN", help="cells to run, comma-separated; * stands for anything"
     )
     asked.add_argument("--seeds", type=int, default=1, help="runs per cell")
-    asked.add_argument("--list", action="store_true", help=f"show the cells; {TIMED}")
-    asked.add_argument("--dry-run", action="store_true", help=f"show the queue of runs; {TIMED}")
+    asked.add_argument("--list", action="store_true", help="show the cells and their state, and run nothing")
+    asked.add_argument("--dry-run", action="store_true", help="show the runs left to do, and run nothing")
     asked.add_argument("--json", action="store_true", help="print JSON")
     asked.add_argument("--out", type=Path, default=Path("report"), help="folder for the report")
     computed = made.add_argument_group("how it is computed")
@@ -95,7 +89,7 @@ def entry(item: Item, scale: str, seeds: Sequence[int]) -> Entry:
     if spec is None:
         return Entry(item, (), item.part.note if isinstance(item.part, Cell) else "does not apply")
     scaled = at_scale(spec, scale)
-    return Entry(item, tuple(scaled.but(seed=seed) for seed in seeds), unsupported(scaled, registered()))
+    return Entry(item, tuple(scaled.but(seed=seed) for seed in seeds), unsupported(scaled))
 
 
 def carry_out(
@@ -120,7 +114,7 @@ def carry_out(
             launcher=arguments.launcher,
             listener=listener,
         )
-    written = report.write(report.collect([arguments.runs], registered=registered()), arguments.out)
+    written = report.write(report.collect([arguments.runs]), arguments.out)
     if arguments.json:
         print(json.dumps([{"run": one.spec.name, "status": one.status, "message": one.message} for one in outcomes]))
     else:
@@ -154,50 +148,42 @@ def _state(store: Store, spec: RunSpec, item: Item, values: bool) -> str:
     return f"done: {result['final'][metric]:.2f}" if values else "done"
 
 
-def listing(
-    entries: Sequence[Entry], specs: Sequence[RunSpec], store: Store, seconds: dict[str, float], arguments: Any
-) -> str:
-    rows: list[dict[str, Any]] = []
-    for one in entries:
-        part = one.item.part
-        printed = getattr(part, "printed", None)
-        time = sum(seconds.get(spec.digest, 0.0) for spec in one.specs)
-        rows.append(
-            {
-                "name": one.item.name,
-                "cell": part.key,
-                "paper": printed,
-                "status": status(one, store, arguments.scale == "paper"),
-                "seconds": None if one.obstacle else round(time),
-            }
-        )
+def listing(entries: Sequence[Entry], specs: Sequence[RunSpec], store: Store, arguments: Any) -> str:
+    rows: list[dict[str, Any]] = [
+        {
+            "name": one.item.name,
+            "cell": one.item.part.key,
+            "paper": getattr(one.item.part, "printed", None),
+            "iterations": None if one.obstacle else sum(spec.iterations for spec in one.specs),
+            "status": status(one, store, arguments.scale == "paper"),
+        }
+        for one in entries
+    ]
     if arguments.json:
         return json.dumps(rows, indent=1)
+    shown = ("{}", "{}", "{:.2f}", "{:,}", "{}")
     text = [
-        (
-            row["name"],
-            row["cell"],
-            "" if row["paper"] is None else f"{row['paper']:.2f}",
-            "" if row["seconds"] is None else duration.human(row["seconds"]),
-            row["status"],
-        )
+        tuple("" if value is None else form.format(value) for form, value in zip(shown, row.values(), strict=True))
         for row in rows
     ]
     return "\n\n".join(
         [
             f"scale {arguments.scale}: {RULES[arguments.scale]}",
-            table([("name", "cell", "paper", "time here", "status"), *text]),
-            f"{len(specs)} runs behind these cells, {total(specs, seconds)} one after the other on this machine",
+            table([("name", "cell", "paper", "iterations", "status"), *text]),
+            f"{len(specs)} runs behind these cells",
         ]
     )
 
 
-def queue(specs: Sequence[RunSpec], store: Store, seconds: dict[str, float], arguments: Any) -> str:
+def queue(specs: Sequence[RunSpec], store: Store, as_json: bool) -> str:
     todo = [spec for spec in specs if store.run(spec).result() is None]
-    seconds = seconds_left(todo, seconds, store)
-    if arguments.json:
-        return queue_json(todo, seconds)
-    return queue_text(todo, len(specs) - len(todo), seconds, arguments.jobs)
+    rows = [(spec.name, spec.iterations, reached(store.run(spec).path)) for spec in todo]
+    names_of = ("run", "iterations", "done")
+    if as_json:
+        return json.dumps([dict(zip(names_of, row, strict=True)) for row in rows], indent=1)
+    text = [(name, f"{iterations:,}", f"{done:,}") for name, iterations, done in rows]
+    summary = f"{len(todo)} runs to do, {len(specs) - len(todo)} done"
+    return "\n\n".join([*([table([names_of, *text])] if rows else []), summary])
 
 
 def results(entries: Sequence[Entry], store: Store, scale: str) -> str:

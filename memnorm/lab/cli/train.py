@@ -6,17 +6,16 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from memnorm.lab.arms import parse_arm, registered
+from memnorm.lab.arms import parse_arm
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, parse, parser
 from memnorm.lab.console import watching
-from memnorm.lab.errors import FAILED, OK, UsageError
+from memnorm.lab.errors import FAILED, OK
 from memnorm.lab.listen import relay
 from memnorm.lab.processes import is_first, launched
 from memnorm.lab.runner import run
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.tables import unsupported
 
 EXAMPLES = """
 examples:
@@ -54,16 +53,13 @@ def main(words: Sequence[str]) -> int:
     spec, execution = filled(RunSpec, arguments), filled(Execution, arguments)
     if spec.processes == 1:
         spec = spec.but(processes=launched())
-    reason = unsupported(spec, registered())
-    if reason:
-        raise UsageError(reason)
     ensure([spec.data], arguments.data_root, arguments.download)
     store = Store(arguments.runs)
     if not is_first():  # rank 0 prints
         run(spec, store, execution=execution, data_root=arguments.data_root)
         return OK
     with watching(1) as listener:
-        result = run(spec, store, execution=execution, data_root=arguments.data_root, listener=relay(spec, listener))
+        result = run(spec, store, execution=execution, data_root=arguments.data_root, listener=relay(listener))
     print(json.dumps(result, indent=1) if arguments.json else describe(result, str(store.run(spec).path)))
     return OK if result["status"] == "finished" else FAILED
 

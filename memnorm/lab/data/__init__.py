@@ -4,50 +4,30 @@
     plan = order(data.train.labels, batch_size=128, iterations=1000, seed=0)
     for images, labels in data.train.batches(plan): ...        # float32, normalised, augmented
 
-    source ← {augment ← memory ← builtin, pictures ← folder} ← load        transfer ← files ← registry ← get, verify
+    source ← {builtin, pictures ← folder} ← load        transfer ← files ← registry ← get, verify
 
-Only `get` opens a connection. Torch is imported by `load`, not by listing, getting or verifying.
+Only `get` opens a connection.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memnorm.lab.data import files
+from memnorm.lab.data.plans import epoch_length, order, sweep
 from memnorm.lab.data.registry import DATA_SETS, DataSet
 from memnorm.lab.data.source import Data, Source
 from memnorm.lab.data.transfer import Progress
 from memnorm.lab.errors import DataMissing, UsageError
 from memnorm.text import suggestion
 
-if TYPE_CHECKING:
-    from memnorm.lab.data.plans import epoch_length, order, sweep
-
 EVALUATION_BATCH = 250  # images per batch; the result does not depend on it
 
-__all__ = [
-    "EVALUATION_BATCH",
-    "Data",
-    "DataSet",
-    "Source",
-    "available",
-    "default_root",
-    "epoch_length",
-    "get",
-    "load",
-    "order",
-    "sweep",
-    "verify",
-]
-
-
-def available() -> dict[str, DataSet]:
-    """The built-in data sets by name; `.present(root)` says whether the files are there."""
-    return dict(DATA_SETS)
+__all__ = ["DATA_SETS", "EVALUATION_BATCH", "Data", "DataSet", "Source", "default_root", "epoch_length"]
+__all__ += ["get", "load", "order", "sweep", "verify"]
 
 
 def default_root() -> Path:
@@ -60,19 +40,25 @@ def default_root() -> Path:
 
 def load(name: str, root: Path | str | None = None, **options: Any) -> Data:
     """A built-in data set from `root`, or the image folder at the path `name`."""
+    from memnorm.lab.data import builtin, folder  # numpy and Pillow, which `memnorm info` does without
+
     entry = DATA_SETS.get(name)
     if entry is None:
-        path = _folder_path(name)
         values = _options(f"the image folder {name}", {"image_size": 224}, options)
-        folder: Data = _function("folder:folder")(path, name=name, **values)
-        return folder
-    loaded: Data = _function(entry.loader)(entry, _root(root), **_options(name, entry.options, options))
-    return loaded
+        return folder.folder(_folder_path(name), name=name, **values)
+    values = _options(name, entry.options, options)
+    if not entry.folder:
+        return builtin.LOADERS[name](entry, _root(root), **values)
+    if not entry.present(_root(root)):
+        raise entry.missing(_root(root))
+    return folder.folder(_root(root) / entry.folder, name=name, **values)
 
 
 def get(name: str, root: Path | str | None = None, progress: Progress | None = None) -> None:
     """Download, check and unpack a built-in data set. Resumes a broken download; a no-op if all files are there."""
-    entry, root = _entry(name), _root(root)
+    if name not in DATA_SETS:
+        raise UsageError(f"{_unknown(name)} An image folder is used where it is; there is nothing to get.")
+    entry, root = DATA_SETS[name], _root(root)
     if entry.folder and not entry.present(root):
         raise entry.missing(root)
     if entry.downloads:
@@ -81,39 +67,18 @@ def get(name: str, root: Path | str | None = None, progress: Progress | None = N
 
 def verify(name: str, root: Path | str | None = None, progress: Progress | None = None) -> list[str]:
     """Problems with a data set's files: wrong checksums, or images that cannot be decoded."""
-    entry, root = DATA_SETS.get(name), _root(root)
-    if entry is None:
-        return _folder_problems(_folder_path(name), progress)
-    if not entry.folder:
-        return [problem for file in entry.files if (problem := file.problem(root))]
-    return _folder_problems(root / entry.folder, progress) if entry.present(root) else [str(entry.missing(root))]
-
-
-def _folder_problems(path: Path, progress: Progress | None) -> list[str]:
     from memnorm.lab.data.folder import problems
 
-    return problems(path, progress)
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("epoch_length", "order", "sweep"):
-        return _function(f"plans:{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _function(home: str) -> Any:
-    module, name = home.split(":")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    entry, root = DATA_SETS.get(name), _root(root)
+    if entry is None:
+        return problems(_folder_path(name), progress)
+    if not entry.folder:
+        return [problem for file in entry.files if (problem := file.problem(root))]
+    return problems(root / entry.folder, progress) if entry.present(root) else [str(entry.missing(root))]
 
 
 def _root(root: Path | str | None) -> Path:
     return default_root() if root is None else Path(root).expanduser()
-
-
-def _entry(name: str) -> DataSet:
-    if name not in DATA_SETS:
-        raise UsageError(f"{_unknown(name)} An image folder is used where it is; there is nothing to get.")
-    return DATA_SETS[name]
 
 
 def _folder_path(name: str) -> Path:

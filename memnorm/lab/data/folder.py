@@ -20,10 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from memnorm.lab.data import pictures
-from memnorm.lab.data.augment import Normalization
-from memnorm.lab.data.registry import DataSet
-from memnorm.lab.data.seeds import mix
-from memnorm.lab.data.source import Data, Plan, Source
+from memnorm.lab.data.source import Data, Normalization, Plan, Source, mix
 from memnorm.lab.errors import DataCorrupt, DataMissing, LabError, UsageError
 
 IMAGENET = Normalization((123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
@@ -114,12 +111,6 @@ def _identity(item: Any) -> Any:
     return item
 
 
-def imagenet(entry: DataSet, root: Path, *, image_size: int) -> Data:
-    if not entry.present(root):
-        raise entry.missing(root)
-    return folder(root / entry.folder, name=entry.name, image_size=image_size)
-
-
 def folder(path: Path, *, name: str | None = None, image_size: int = 224) -> Data:
     """The data set in a folder with train/ and val/ or test/."""
     (names, train), (test_names, test) = (_scan(path / split) for split in splits(path))
@@ -137,15 +128,7 @@ def folder(path: Path, *, name: str | None = None, image_size: int = 224) -> Dat
         )
         for split in (train, test)
     ]
-    return Data(
-        name=name or str(path),
-        classes=len(names),
-        shape=(3, image_size, image_size),
-        train=sources[0],
-        test=sources[1],
-        about=f"{path}: {len(sources[0]):,} training and {len(sources[1]):,} test images at {image_size}×{image_size}, "
-        f"{len(names)} classes; augmentation: random resized crop and mirroring",
-    )
+    return Data(name or str(path), len(names), (3, image_size, image_size), *sources)
 
 
 def splits(path: Path) -> tuple[str, str]:

@@ -18,10 +18,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from memnorm.lab.data.seeds import mix
+from memnorm.lab.data.source import mix
 from memnorm.lab.errors import UsageError
-
-SAMPLERS = ("shuffle", "few-classes", "sorted")
 
 
 def order(
@@ -66,14 +64,10 @@ def sweep(count: int, batch_size: int) -> Iterator[tuple[Tensor, None]]:
 
 
 def _check(labels: Tensor, sampler: str, batch_size: int, classes_per_batch: int) -> None:
-    if sampler not in SAMPLERS:
-        raise UsageError(f"unknown sampler {sampler!r}; there are {', '.join(SAMPLERS)}")
     if not 1 <= batch_size <= len(labels):
         raise UsageError(
             f"batch_size must be between 1 and the number of training images, {len(labels):,}; got {batch_size}"
         )
-    if sampler == "few-classes" and classes_per_batch < 1:
-        raise UsageError(f"classes_per_batch must be at least 1; got {classes_per_batch}")
     if sampler == "few-classes" and batch_size > classes_per_batch and batch_size % classes_per_batch:
         raise UsageError(
             f"the sampler few-classes gives each class the same part of a batch: batch_size must be a multiple of "

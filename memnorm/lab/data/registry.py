@@ -12,13 +12,12 @@ from memnorm.lab.errors import DataCorrupt, DataMissing
 
 @dataclass(frozen=True)
 class DataSet:
-    """One line of `memnorm data list`. `loader` is `module:function`, imported only when the data are loaded."""
+    """One line of `memnorm data list`."""
 
     name: str
     title: str
     about: str
     citation: str
-    loader: str
     licence: str = ""
     options: dict[str, int] = field(default_factory=dict)
     downloads: tuple[Download, ...] = ()
@@ -30,7 +29,7 @@ class DataSet:
         return tuple(file for item in self.downloads for file in item.files)
 
     def present(self, root: Path) -> bool:
-        """Are the files there? Whether they are right is for `verify` and the loader to say."""
+        """Return True if the files are there. `verify` and the loader check their contents."""
         if self.folder:
             return all((root / self.folder / split).is_dir() for split in ("train", "val"))
         return all((root / file.path).is_file() for file in self.files)
@@ -62,6 +61,13 @@ class DataSet:
 _CIFAR_ABOUT = "50,000 training and 10,000 test images, 32×32 colour, {} classes; crop from 4 pixels of padding, mirror"
 _CIFAR_PAPER = "A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, technical report, 2009"
 
+_FASHION_MNIST = (  # size and MD5 of the file, and of its content
+    ("train-images-idx3", 26421880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 47040016, "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+    ("train-labels-idx1", 29515, "25c81989df183df01b3e8a0aad5dffbe", 60008, "9018921c3c673c538a1fc5bad174d6f9"),
+    ("t10k-images-idx3", 4422102, "bef4ecab320f06d8554ea6380940ec79", 7840016, "8181f5470baa50b63fa0f6fddb340f0a"),
+    ("t10k-labels-idx1", 5148, "bb300cfdad3c16e7a12a480ee83cd310", 10008, "15d484375f8d13e6eb1aabb0c3f46965"),
+)
+
 DATA_SETS = {
     entry.name: entry
     for entry in (
@@ -71,7 +77,6 @@ DATA_SETS = {
             about="1,297 training and 500 test images, 8×8 grey, 10 classes; no augmentation; comes with scikit-learn",
             citation="E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998",
             licence="CC BY 4.0",
-            loader="builtin:digits",
         ),
         DataSet(
             name="cifar10",
@@ -79,7 +84,6 @@ DATA_SETS = {
             about=_CIFAR_ABOUT.format(10),
             citation=_CIFAR_PAPER,
             licence="none stated by its authors",
-            loader="builtin:cifar10",
             downloads=(
                 Download(
                     "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
@@ -103,7 +107,6 @@ DATA_SETS = {
             about=_CIFAR_ABOUT.format(100),
             citation=_CIFAR_PAPER,
             licence="none stated by its authors",
-            loader="builtin:cifar100",
             downloads=(
                 Download(
                     "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
@@ -123,42 +126,16 @@ DATA_SETS = {
             about="60,000 training and 10,000 test images, 28×28 grey, 10 classes; crop from 4 pixels of black, mirror",
             citation="H. Xiao, K. Rasul, R. Vollgraf, Fashion-MNIST, arXiv:1708.07747, 2017",
             licence="MIT",
-            loader="builtin:fashion_mnist",
             by_hand="\nor, with Debian's dataset-fashion-mnist, link it there to /usr/share/datasets/fashion-mnist.",
             downloads=tuple(
                 Download(
-                    f"http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/{name}.gz",
-                    f"fashion-mnist/{name}.gz",
+                    f"http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/{name}-ubyte.gz",
+                    f"fashion-mnist/{name}-ubyte.gz",
                     size,
                     md5,
-                    (File(f"fashion-mnist/{name}.gz", *inside),),
+                    (File(f"fashion-mnist/{name}-ubyte.gz", content_size, content_md5),),
                 )
-                for name, size, md5, inside in (
-                    (
-                        "train-images-idx3-ubyte",
-                        26_421_880,
-                        "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-                        (47_040_016, "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
-                    ),
-                    (
-                        "train-labels-idx1-ubyte",
-                        29_515,
-                        "25c81989df183df01b3e8a0aad5dffbe",
-                        (60_008, "9018921c3c673c538a1fc5bad174d6f9"),
-                    ),
-                    (
-                        "t10k-images-idx3-ubyte",
-                        4_422_102,
-                        "bef4ecab320f06d8554ea6380940ec79",
-                        (7_840_016, "8181f5470baa50b63fa0f6fddb340f0a"),
-                    ),
-                    (
-                        "t10k-labels-idx1-ubyte",
-                        5_148,
-                        "bb300cfdad3c16e7a12a480ee83cd310",
-                        (10_008, "15d484375f8d13e6eb1aabb0c3f46965"),
-                    ),
-                )
+                for name, size, md5, content_size, content_md5 in _FASHION_MNIST
             ),
         ),
         DataSet(
@@ -167,7 +144,6 @@ DATA_SETS = {
             about="1.28 million training and 50,000 validation images, 1,000 classes; random resized crop, mirror",
             citation="O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, IJCV 115, 2015",
             licence="for non-commercial research; by agreement with its authors",
-            loader="folder:imagenet",
             options={"image_size": 224},
             folder="imagenet",
             by_hand=(
@@ -181,7 +157,6 @@ DATA_SETS = {
             title="Synthetic images",
             about="noisy patterns, one per class, made on the spot; size and number by options; crop and mirror",
             citation="",
-            loader="builtin:synthetic",
             options={"classes": 10, "channels": 3, "image_size": 32, "train": 512, "test": 256},
         ),
     )

@@ -36,15 +36,19 @@ def download(url: str, target: Path, *, size: int, md5: str, progress: Progress 
     part = target.with_name(target.name + ".part")
     most, failures = _length(part), 0
     while _length(part) != size:
-        broken = _attempt(url, part, size, progress)
-        if broken is None:
-            continue
-        arrived = _length(part)
-        failures = 0 if arrived > most else failures + 1
-        most = max(most, arrived)
-        if failures >= ATTEMPTS:
-            raise LabError(_gave_up(url, target, md5, str(broken), arrived)) from broken
-        time.sleep(PAUSE * 2 ** max(failures - 1, 0))
+        try:
+            _append(url, part, size, progress)
+        except _Broken as broken:  # noqa: PERF203  # the network is slower
+            arrived = _length(part)
+            failures = 0 if arrived > most else failures + 1
+            most = max(most, arrived)
+            if failures >= ATTEMPTS:
+                kept = f" The {arrived:,} bytes that arrived are kept; the same command resumes from there."
+                raise LabError(
+                    f"could not get {url}: {broken}.{kept if arrived else ''} Without a network: put the file at "
+                    f"{target} by hand (MD5 {md5}) and give the same command again."
+                ) from broken
+            time.sleep(PAUSE * 2 ** max(failures - 1, 0))
     found = checksum(part)
     if found != md5:
         part.unlink()
@@ -62,15 +66,6 @@ def checksum(path: Path) -> str:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _attempt(url: str, part: Path, size: int, progress: Progress | None) -> _Broken | None:
-    """Ask for what is missing and append it. Returns what stopped it, if anything did."""
-    try:
-        _append(url, part, size, progress)
-    except _Broken as broken:
-        return broken
-    return None
 
 
 def _append(url: str, part: Path, size: int, progress: Progress | None) -> None:
@@ -109,7 +104,10 @@ def _open(url: str, have: int, part: Path) -> Any:
             if error.code == 416:  # the part does not belong to this file
                 part.unlink(missing_ok=True)
             elif error.code < 500 and error.code not in (408, 429):
-                raise LabError(_refused(url, part, f"the server says {error.code} {error.reason}")) from error
+                raise LabError(
+                    f"could not get {url}: the server says {error.code} {error.reason}. If the file is elsewhere, put "
+                    f"it at {part.with_suffix('')} and try again."
+                ) from error
             raise _Broken(f"the server says {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
         raise _Broken(_reason(error)) from error
@@ -118,16 +116,9 @@ def _open(url: str, have: int, part: Path) -> Any:
 def _opener() -> urllib.request.OpenerDirector:
     """urllib's own, with its proxies and redirects, but for http and https alone: no file:, ftp: or data:."""
     opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler,
-        urllib.request.UnknownHandler,
-        urllib.request.HTTPHandler,
-        urllib.request.HTTPSHandler,
-        urllib.request.HTTPDefaultErrorHandler,
-        urllib.request.HTTPRedirectHandler,
-        urllib.request.HTTPErrorProcessor,
-    ):
-        opener.add_handler(handler())
+    for kind in ("Proxy", "Unknown", "HTTP", "HTTPS", "HTTPDefaultError", "HTTPRedirect"):
+        opener.add_handler(getattr(urllib.request, f"{kind}Handler")())
+    opener.add_handler(urllib.request.HTTPErrorProcessor())
     return opener
 
 
@@ -163,15 +154,3 @@ def _length(path: Path) -> int:
 def _reason(error: BaseException) -> str:
     reason = getattr(error, "reason", None) or error
     return f"{reason}" or type(error).__name__
-
-
-def _refused(url: str, part: Path, reason: str) -> str:
-    return f"could not get {url}: {reason}. If the file is elsewhere, put it at {part.with_suffix('')} and try again."
-
-
-def _gave_up(url: str, target: Path, md5: str, reason: str, arrived: int) -> str:
-    kept = f" The {arrived:,} bytes that arrived are kept; the same command resumes from there." if arrived else ""
-    return (
-        f"could not get {url}: {reason}.{kept} Without a network: "
-        f"put the file at {target} by hand (MD5 {md5}) and give the same command again."
-    )

@@ -1,8 +1,8 @@
 """A user's model: `package.module:factory`, imported from the current folder or from what is installed.
 
-The factory is given what its signature names: `num_classes` (or `classes`), `in_channels`, `norm_layer`; and the run's
-options. What it returns is tried on two blank images once, so that a wrong number of classes is found out here and not
-in the middle of a grid.
+The factory gets what its signature names of `num_classes` (or `classes`), `in_channels`, `norm_layer`; and the run's
+options. The model is tried on two blank images once, so that a wrong number of classes is found here and not in the
+middle of a grid.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ def build(name: str, classes: int, image_shape: Shape, norm_layer: NormLayer, op
         )
     factory = _factory(name, module, attribute)
     arguments = _arguments(name, factory, classes, image_shape, norm_layer) | options
-    _check_call(name, factory, arguments)
     try:
         model = factory(**arguments)
     except Exception as error:
-        raise UsageError(f"model {name}: {_call(attribute, arguments)} raised {_words(error)}") from error
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model {name}: {_call(attribute, arguments)} returned {type(model).__name__}; a factory must return the "
-            f"model, a torch.nn.Module"
+        given = ", ".join(
+            f"{key}={getattr(value, '__name__', None) or repr(value)}" for key, value in arguments.items()
         )
+        raise UsageError(
+            f"model {name}: {attribute}({given}) raised {_words(error)}. num_classes, in_channels and norm_layer are "
+            "filled in where the signature names them; values for further parameters go into the model's options."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model {name}: a factory must return a torch.nn.Module; got {type(model).__name__}")
     _check_output(name, model, classes, image_shape)
     return model
 
@@ -55,13 +57,11 @@ def _factory(name: str, module: str, attribute: str) -> Callable[..., Any]:
                 f"model {name}: {module} has no {attribute!r}; it has {', '.join(near) or 'nothing that can be called'}"
             )
         found = getattr(found, part)
-    if isinstance(found, nn.Module):
+    if isinstance(found, nn.Module) or not callable(found):
         raise UsageError(
-            f"model {name}: {attribute} is a model already; name a function (or class) that makes one, since each run "
-            f"starts with fresh weights"
+            f"model {name}: {attribute} is {type(found).__name__}; name a function (or class) that makes a model, "
+            "since each run starts with fresh weights"
         )
-    if not callable(found):
-        raise UsageError(f"model {name}: {attribute} is {type(found).__name__}, not a function that makes a model")
     return found
 
 
@@ -73,14 +73,13 @@ def _imported(name: str, module: str) -> Any:
     try:
         with torch.random.fork_rng(devices=[]):  # the first import may draw random numbers, later ones do not
             return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and (module == missing or module.startswith(f"{missing}.")):
             raise UsageError(
-                f"model {name}: there is no module {error.name!r} in {here} or among the installed packages. Run the "
+                f"model {name}: there is no module {missing!r} in {here} or among the installed packages. Run the "
                 f"command in the folder that holds it, or add that folder to PYTHONPATH."
             ) from error
-        raise UsageError(f"model {name}: importing {module} raised {_words(error)}; install what it needs") from error
-    except (Exception, SystemExit) as error:
         raise UsageError(f"model {name}: importing {module} raised {_words(error)}") from error
 
 
@@ -88,7 +87,10 @@ def _arguments(
     name: str, factory: Callable[..., Any], classes: int, image_shape: Shape, norm_layer: NormLayer
 ) -> dict[str, Any]:
     """The arguments that the signature names. A signature with **kwargs gets `num_classes`, as torchvision's do."""
-    parameters = _parameters(factory)
+    try:
+        parameters = list(inspect.signature(factory).parameters.values())
+    except (TypeError, ValueError):  # for example written in C
+        parameters = [inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)]
     named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
     arguments: dict[str, Any] = {}
@@ -106,26 +108,6 @@ def _arguments(
             f"memnorm.convert"
         )
     return arguments
-
-
-def _parameters(factory: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(factory).parameters.values())
-    except (TypeError, ValueError):  # for example written in C
-        return [inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)]
-
-
-def _check_call(name: str, factory: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    try:
-        inspect.signature(factory).bind(**arguments)
-    except TypeError as error:
-        raise UsageError(
-            f"model {name}: the factory's parameters are {inspect.signature(factory)}, and "
-            f"{', '.join(arguments) or 'nothing'} would be given: {error}. Values for further parameters go into the "
-            f"model's options; num_classes, in_channels and norm_layer are filled in where the signature names them."
-        ) from error
-    except ValueError:
-        pass  # no signature: the call itself will raise
 
 
 def _check_output(name: str, model: nn.Module, classes: int, image_shape: Shape) -> None:
@@ -150,14 +132,6 @@ def _check_output(name: str, model: nn.Module, classes: int, image_shape: Shape)
             f"model {name}: for two images it must return a tensor of shape (2, {classes}), a value per class; got "
             f"{got}. A factory that takes num_classes gets the number."
         )
-
-
-def _call(attribute: str, arguments: dict[str, Any]) -> str:
-    return f"{attribute}({', '.join(f'{key}={_short(value)}' for key, value in arguments.items())})"
-
-
-def _short(value: Any) -> str:
-    return getattr(value, "__name__", None) or repr(value)
 
 
 def _words(error: BaseException) -> str:

@@ -1,6 +1,6 @@
-"""Reports: one HTML file, Markdown, CSV. Reads stored runs, trains nothing, and needs no torch.
+"""Reports: one HTML file, Markdown, CSV. Reads stored runs and trains nothing.
 
-    comparison ← model ← collect ← (plot ← figures) ← present ← html, markdown, tables_csv
+    comparison ← collect ← (plot ← figures) ← present ← html, markdown, tables_csv
 
 The same runs give the same bytes: no clock, no random ids, no paths, one order for everything.
 """
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memnorm.lab.report.collect import collect
-from memnorm.lab.report.model import Grid, Page, Section
+from memnorm.lab.disk import write_text
+from memnorm.lab.report.collect import Page, Section, collect
 
-__all__ = ["Grid", "Page", "Section", "collect", "write"]
+__all__ = ["Page", "Section", "collect", "write"]
 
 
 def write(page: Page, out: Path | str) -> list[Path]:
     """Write report.html, report.md, csv/ and figures/ to `out`; returns the files, report.html first."""
-    from memnorm.lab.disk import write_text  # here: `memnorm report --help` need not load matplotlib
-    from memnorm.lab.report import figures, html, markdown, plot, tables_csv
+    from memnorm.lab.report import figures, html, markdown, plot, tables_csv  # here: they load matplotlib and jinja2
 
     drawn = figures.pictures(page)
     contents = {"report.html": html.render(page, drawn), "report.md": markdown.render(page, drawn)}

@@ -1,4 +1,4 @@
-"""Collect the contents of a report from stored runs.
+"""The contents of a report before it is HTML, Markdown or CSV, collected from stored runs.
 
 Every run is looked up in the paper's tables by its specification. At paper scale it is shown next to the printed
 number, at other scales in tables of their own. Runs of no table are grouped into comparisons.
@@ -7,31 +7,132 @@ number, at other scales in tables of their own. Runs of no table are grouped int
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from memnorm.lab import tables
+from memnorm.lab.arms import unsupported
 from memnorm.lab.comparison import Comparison, comparisons, groups_of
 from memnorm.lab.errors import UsageError
 from memnorm.lab.group import Group, final, identity, unique
-from memnorm.lab.report.model import (
-    NOT_APPLICABLE,
-    NOT_RUN,
-    UNAVAILABLE,
-    CellView,
-    CurveView,
-    FigureView,
-    Page,
-    ScaleView,
-    Section,
-    TableView,
-)
+from memnorm.lab.paper import FIGURES, TABLES, Cell, Curve, Figure, Table
+from memnorm.lab.significance import Sample
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store, StoredRun
 
 TITLE = "Memorized Batch Normalization: report of runs"
-SCALES = ("paper", "reduced", "smoke")
+NOT_RUN, NOT_APPLICABLE, UNAVAILABLE, APART = "not run", "–", "norm not available", "see below the table"
+
+
+@dataclass(frozen=True)
+class CellView:
+    """A cell of a table at one scale, with its runs."""
+
+    cell: Cell
+    spec: RunSpec | None
+    group: Group | None
+    missing: str  # text where there is no run
+
+    @property
+    def ours(self) -> Sample | None:
+        return self.group.sample(self.cell.metric) if self.group else None
+
+    @property
+    def status(self) -> str:
+        """What is wrong with the cell's runs; empty if nothing is."""
+        if self.group is None:
+            return self.missing
+        return self.group.trouble or ("" if self.ours else f"no {self.cell.metric} was measured")
+
+    @property
+    def apart(self) -> bool:
+        """True if the run must not be shown next to the printed number, which had another protocol."""
+        return self.group is not None and self.cell.printed is not None and not self.cell.comparable
+
+
+@dataclass(frozen=True)
+class TableView:
+    table: Table
+    scale: str
+    cells: tuple[CellView, ...]
+
+    @property
+    def name(self) -> str:
+        return self.table.name if self.scale == "paper" else f"{self.table.name}-{self.scale}"
+
+    @property
+    def beside_print(self) -> bool:
+        return self.scale == "paper"
+
+    def cell(self, row: str, column: str) -> CellView:
+        return next(one for one in self.cells if (one.cell.row, one.cell.column) == (row, column))
+
+    @property
+    def groups(self) -> list[Group]:
+        return [one.group for one in self.cells if one.group]
+
+
+@dataclass(frozen=True)
+class CurveView:
+    curve: Curve
+    group: Group | None
+
+
+@dataclass(frozen=True)
+class FigureView:
+    figure: Figure
+    scale: str
+    curves: tuple[CurveView, ...]
+
+    @property
+    def name(self) -> str:
+        return self.figure.name if self.scale == "paper" else f"{self.figure.name}-{self.scale}"
+
+    @property
+    def groups(self) -> list[Group]:
+        return [one.group for one in self.curves if one.group]
+
+    def panel(self, name: str) -> list[CurveView]:
+        return [one for one in self.curves if one.curve.panel == name and one.group]
+
+
+@dataclass(frozen=True)
+class ScaleView:
+    """The runs of the paper's tables and figures at one scale."""
+
+    scale: str
+    rules: str
+    tables: tuple[TableView, ...]
+    figures: tuple[FigureView, ...]
+
+    @property
+    def groups(self) -> list[Group]:
+        views: tuple[TableView | FigureView, ...] = (*self.tables, *self.figures)
+        return [group for view in views for group in view.groups]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Paragraphs and a table that the caller adds at the top. Plain text; it is escaped."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+@dataclass(frozen=True)
+class Page:
+    """The contents of a report."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    sections: tuple[Section, ...]
+    scales: tuple[ScaleView, ...]
+    comparisons: tuple[Comparison, ...]
+    groups: tuple[Group, ...]
+    problems: tuple[str, ...]
 
 
 def collect(
@@ -40,38 +141,29 @@ def collect(
     title: str = TITLE,
     sections: Sequence[Section] = (),
     made: Sequence[Comparison] = (),
-    registered: Mapping[str, bool] | None = None,
-    only: Collection[RunSpec] | None = None,
 ) -> Page:
-    """The page on all runs in these folders, or `only` on the runs of these specifications.
+    """The page on all runs in these folders.
 
     Args:
         sections: come first in the report.
         made: comparisons that the caller has made already; shown before those found among the stored runs.
-        registered: norms of this version (see `tables.unsupported`), to distinguish cells that cannot be run from cells
-            that were not run.
     """
     runs, problems = _read(store_roots)
-    if only is not None:
-        wanted = {spec.name for spec in only}
-        runs, problems = [run for run in runs if run.spec.name in wanted], _about(problems, wanted)
     given = [group for comparison in made for _, group in comparison.groups]
     if not runs and not given:
         raise UsageError(_no_runs(store_roots, problems))
     groups = {group.key: group for group in groups_of(runs)}
-    scales = tuple(_scale(scale, groups, registered) for scale in SCALES)
-    claimed = {one.group.key for scale in scales for table in scale.tables for one in table.cells if one.group}
-    claimed |= {one.group.key for scale in scales for figure in scale.figures for one in figure.curves if one.group}
+    scales = [_scale(scale, groups, bool(store_roots)) for scale in reversed(tables.SCALES)]
+    claimed = {group.key: group for scale in scales for group in scale.groups}
     shown = (*made, *comparisons([group for key, group in groups.items() if key not in claimed]))
-    if only is not None or not store_roots:
-        scales = tuple(_without_empty_tables(scale) for scale in scales)
+    others = {group.key: group for comparison in shown for _, group in comparison.groups}
     return Page(
         title=title,
         facts=tuple(_facts([*runs, *(run for group in given for run in group.runs)])),
         sections=tuple(sections),
         scales=tuple(scale for scale in scales if scale.tables or scale.figures),
         comparisons=shown,
-        groups=tuple(_in_order(scales, [group for comparison in shown for _, group in comparison.groups])),
+        groups=tuple((claimed | others).values()),
         problems=tuple(problems),
     )
 
@@ -92,10 +184,6 @@ def _read(roots: Sequence[Path | str]) -> tuple[list[StoredRun], list[str]]:
     return [found[name] for name in sorted(found)], sorted(problems)
 
 
-def _about(problems: Sequence[str], names: Collection[str]) -> list[str]:
-    return [problem for problem in problems if problem.partition(":")[0] in names]
-
-
 def _reach(run: StoredRun) -> tuple[bool, int]:
     return run.result is not None, len(run.metrics)
 
@@ -113,14 +201,16 @@ def _no_runs(roots: Sequence[Path | str], problems: Sequence[str]) -> str:
     )
 
 
-def _scale(scale: str, groups: Mapping[str, Group], registered: Mapping[str, bool] | None) -> ScaleView:
-    """At paper scale every table is shown, at other scales those that have a run."""
-    found = [_table(table, scale, groups, registered) for table in tables.TABLES.values()]
-    if scale != "paper":
-        found = [table for table in found if any(one.group for one in table.cells)]
-    figures = [_figure(figure, scale, groups) for figure in tables.FIGURES.values()]
-    figures = [figure for figure in figures if any(one.group for one in figure.curves)]
-    return ScaleView(scale, tables.RULES[scale], tuple(found), tuple(figures))
+def _scale(scale: str, groups: Mapping[str, Group], empty_too: bool) -> ScaleView:
+    """The tables and figures that have a run; at paper scale with `empty_too` every table."""
+    found = [_table(table, scale, groups) for table in TABLES.values()]
+    figures = [_figure(figure, scale, groups) for figure in FIGURES.values()]
+    return ScaleView(
+        scale,
+        tables.RULES[scale],
+        tuple(view for view in found if view.groups or (empty_too and scale == "paper")),
+        tuple(view for view in figures if view.groups),
+    )
 
 
 @functools.cache
@@ -129,42 +219,21 @@ def _at_scale(scale: str) -> dict[str, RunSpec]:
     return {spec.digest: tables.at_scale(spec, scale) for spec in tables.unique_specs(tables.select(["all"]))}
 
 
-def _without_empty_tables(scale: ScaleView) -> ScaleView:
-    return replace(scale, tables=tuple(table for table in scale.tables if any(one.group for one in table.cells)))
-
-
-def _table(
-    table: tables.Table, scale: str, groups: Mapping[str, Group], registered: Mapping[str, bool] | None
-) -> TableView:
+def _table(table: Table, scale: str, groups: Mapping[str, Group]) -> TableView:
     views = []
     for cell in table.cells:
         if cell.spec is None:
             views.append(CellView(cell, None, None, NOT_APPLICABLE))
             continue
         spec = _at_scale(scale)[cell.spec.digest]
-        unavailable = registered is not None and tables.unsupported(spec, registered) is not None
-        views.append(CellView(cell, spec, groups.get(identity(spec)), UNAVAILABLE if unavailable else NOT_RUN))
+        missing = UNAVAILABLE if unsupported(spec) else NOT_RUN
+        views.append(CellView(cell, spec, groups.get(identity(spec)), missing))
     return TableView(table, scale, tuple(views))
 
 
-def _figure(figure: tables.Figure, scale: str, groups: Mapping[str, Group]) -> FigureView:
+def _figure(figure: Figure, scale: str, groups: Mapping[str, Group]) -> FigureView:
     curves = (CurveView(one, groups.get(identity(_at_scale(scale)[one.spec.digest]))) for one in figure.curves)
     return FigureView(figure, scale, tuple(curves))
-
-
-def _in_order(scales: Sequence[ScaleView], others: Sequence[Group]) -> list[Group]:
-    """All groups in the order of the report: paper, reduced, comparisons, smoke."""
-    ordered: dict[str, Group] = {}
-
-    def add(found: Iterable[Group | None]) -> None:
-        ordered.update({group.key: group for group in found if group and group.key not in ordered})
-
-    for scale in scales:
-        if scale.scale == "smoke":
-            add(others)
-        add(one.group for table in scale.tables for one in table.cells)
-        add(one.group for figure in scale.figures for one in figure.curves)
-    return list(ordered.values())
 
 
 def _facts(runs: Sequence[StoredRun]) -> Iterable[tuple[str, str]]:
@@ -173,15 +242,12 @@ def _facts(runs: Sequence[StoredRun]) -> Iterable[tuple[str, str]]:
     days = unique(str(run.environment["started"])[:10] for run in runs if run.environment.get("started"))
     if days:
         yield "Started", days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    for label, names in (("Software", ("memnorm", "torch", "python")), ("Commit", ("commit",))):
-        found = unique(_named(run, names) for run in runs if any(run.environment.get(name) for name in names))
+    for label, names in (
+        ("Software", ("memnorm", "torch", "python")),
+        ("Commit", ("commit",)),
+        ("Machine", ("machine",)),
+    ):
+        known = [[(name, run.environment[name]) for name in names if run.environment.get(name)] for run in runs]
+        found = unique(", ".join(f"{n} {v}" if len(names) > 1 else str(v) for n, v in one) for one in known if one)
         if found:
             yield label, "; ".join(found)
-    machines = unique(str(run.environment["machine"]) for run in runs if run.environment.get("machine"))
-    if machines:
-        yield "Machine", "; ".join(machines)
-
-
-def _named(run: StoredRun, names: Sequence[str]) -> str:
-    known = [(name, run.environment[name]) for name in names if run.environment.get(name)]
-    return ", ".join(f"{name} {value}" if len(names) > 1 else str(value) for name, value in known)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.group import RECALIBRATED, Group, measured
-from memnorm.lab.report.model import FigureView, Page
+from memnorm.lab.report.collect import FigureView, Page
 from memnorm.lab.report.plot import Line, Plot, draw
 from memnorm.lab.significance import Sample, number
 from memnorm.lab.spec import RunSpec

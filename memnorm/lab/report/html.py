@@ -9,8 +9,8 @@ import jinja2
 from markupsafe import Markup
 
 from memnorm.lab.report import present
+from memnorm.lab.report.collect import Page
 from memnorm.lab.report.figures import Picture
-from memnorm.lab.report.model import Page
 from memnorm.lab.report.plot import COLOURS, placed
 from memnorm.lab.verdict import TEST_HEADER
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.report import present
+from memnorm.lab.report.collect import Page
 from memnorm.lab.report.figures import Picture
-from memnorm.lab.report.model import Page
 from memnorm.lab.verdict import TEST_HEADER
 
 FIGURES = "figures"
@@ -40,10 +40,8 @@ def _lines(page: Page, pictures: Mapping[str, Picture]) -> Iterator[str]:
         yield f"\n## {plain(section.title)}\n"
         for paragraph in section.paragraphs:
             yield f"{plain(paragraph)}\n"
-        for grid in section.grids:
-            if grid.caption or grid.title:
-                yield f"{plain(grid.caption or grid.title)}\n"
-            yield from table(grid.header, grid.rows)
+        if section.rows:
+            yield from table(section.header, section.rows)
             yield ""
     for chapter in present.chapters(page):
         yield f"\n## {plain(chapter.title)}\n"

@@ -1,4 +1,4 @@
-"""One panel as SVG: lines, bands and labels at the lines' ends, in colours that the page can change.
+"""One panel as SVG: lines, bands and a legend, in colours that the page can change.
 
 Matplotlib lays the panel out; the text stays text, and every colour becomes a CSS variable with a light and a dark
 value. The same input gives the same bytes.
@@ -17,6 +17,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import Affine2D, Transform
 
@@ -50,7 +51,7 @@ class Line:
     dashed: bool = False
     faint: bool = False  # a run that is not part of the main curve
     band: Sequence[tuple[float, float, float]] = ()  # x, lowest, highest
-    label: str = ""  # at its end
+    label: str = ""  # in the legend
     cross: bool = False  # it ended there: diverged
     dots: bool = False
 
@@ -73,22 +74,23 @@ def draw(plot: Plot) -> str:
         warnings.filterwarnings("ignore", message="Glyph")  # the page's font may have it
         matplotlib.rcdefaults()  # ignore the user's matplotlibrc
         matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "memnorm", "font.size": SIZE})
+        matplotlib.rcParams.update({"legend.borderpad": 0, "legend.handlelength": 1.2, "legend.handletextpad": 0.5})
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)  # a pixel is a point
         FigureCanvasSVG(figure)
-        right = 10 + max([_width(legible(line.label)) for line in plot.lines], default=0)
+        right = 28 + max([_width(legible(line.label)) for line in plot.lines], default=0)
         box = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - right) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT)
         axes = figure.add_axes(box)
         for line in plot.lines:
             _line(axes, line)
         _frame(axes, plot)
-        _labels(axes, plot)
+        _legend(axes, plot)
         target = io.StringIO()
         figure.savefig(target, format="svg", transparent=True, metadata=NO_METADATA)
     return _themed(target.getvalue())
 
 
 def legible(label: str) -> str:
-    """A label for the end of a line: printable characters, not too long."""
+    """A label for the legend: printable characters, not too long."""
     label = " ".join("".join(letter if letter.isprintable() else " " for letter in label).split())
     return label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
 
@@ -148,44 +150,15 @@ def _points(axes: Axes) -> Transform:
     return Affine2D().translate(axes.bbox.x0, axes.bbox.y0)
 
 
-def _labels(axes: Axes, plot: Plot) -> None:
-    """Write the labels at the right ends of the lines, spread so that they do not overlap."""
-    height, width = axes.bbox.height, axes.bbox.width
-    low, high = plot.y_limits
-    named = [line for line in plot.lines if line.label]
-    wanted = [height * (min(max(line.points[-1][1], low), high) - low) / (high - low) for line in named]
-    for line, y in zip(named, spread(wanted, SIZE + 1.5, (2.0, height)), strict=True):
-        written = axes.text(width + 5, y, legible(line.label), transform=_points(axes), parse_math=False)
-        written.set(color=_colour(line.colour), va="center")
-
-
-def spread(wanted: Sequence[float], gap: float, limits: tuple[float, float]) -> list[float]:
-    """Positions close to the wanted ones, in the same order, with at least `gap` between them."""
-    order = sorted(range(len(wanted)), key=lambda index: (wanted[index], index))
-    blocks: list[list[float]] = []  # [sum of wanted positions, members]
-    for index in order:
-        blocks.append([wanted[index], 1])
-        while len(blocks) > 1 and _top(blocks[-2], gap) + gap > _bottom(blocks[-1], gap):
-            total, members = blocks.pop()
-            blocks[-1][0] += total
-            blocks[-1][1] += members
-    places = [_bottom(block, gap) + gap * position for block in blocks for position in range(int(block[1]))]
-    for position in range(len(places)):  # into the limits, from below and then from above
-        places[position] = max(places[position], limits[0] + gap * position)
-    for position in range(len(places)):
-        places[-1 - position] = min(places[-1 - position], limits[1] - gap * position)
-    result = [0.0] * len(wanted)
-    for place, index in zip(places, order, strict=True):
-        result[index] = place
-    return result
-
-
-def _bottom(block: Sequence[float], gap: float) -> float:
-    return block[0] / block[1] - gap * (block[1] - 1) / 2
-
-
-def _top(block: Sequence[float], gap: float) -> float:
-    return block[0] / block[1] + gap * (block[1] - 1) / 2
+def _legend(axes: Axes, plot: Plot) -> None:
+    """Name the lines to the right of the panel, in the order in which they end."""
+    named = sorted((line for line in plot.lines if line.label), key=lambda line: -line.points[-1][1])
+    handles = [Line2D([], [], color=_colour(one.colour), linestyle="--" if one.dashed else "-") for one in named]
+    if handles:
+        legend = axes.legend(handles, [legible(one.label) for one in named], loc="center left", bbox_to_anchor=(1, 0.5))
+        legend.set_frame_on(False)
+        for text in legend.get_texts():
+            text.set(color=_colour("ink"), parse_math=False)
 
 
 def _themed(text: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.group import Group, best, condition, measured, memory_mb, progress, step_ms
-from memnorm.lab.report.model import (
+from memnorm.lab.paper import Cell
+from memnorm.lab.report.collect import (
     APART,
     NOT_APPLICABLE,
     CellView,
@@ -17,7 +18,6 @@ from memnorm.lab.report.model import (
 )
 from memnorm.lab.significance import Sample, number
 from memnorm.lab.store import StoredRun
-from memnorm.lab.tables.parts import Cell
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SMOKE_CAPTION = "A check that the cells run: the numbers mean nothing."
@@ -34,7 +34,6 @@ class Shown:
     trouble: str = ""
     mark: str = ""
     anchor: str = ""
-    header: bool = False
 
     @property
     def plain(self) -> str:
@@ -74,7 +73,7 @@ def show_table(view: TableView) -> ShownTable:
             if view.beside_print:
                 shown += _beside_print(one, mark)
             else:
-                shown.append(_with(_ours(one), mark))
+                shown.append(replace(_ours(one), mark=mark))
         rows.append((row, tuple(shown)))
     return ShownTable(
         name=view.name,
@@ -96,11 +95,9 @@ def _beside_print(one: CellView, mark: str) -> list[Shown]:
     """The printed number and ours, the footnote at the one it describes."""
     printed = Shown("–", "none") if one.cell.printed is None else Shown(number(one.cell.printed))
     ours = Shown(APART, "missing", anchor=one.group.anchor) if one.apart and one.group else _ours(one)
-    return [printed, _with(ours, mark)] if one.cell.printed is None else [_with(printed, mark), ours]
-
-
-def _with(shown: Shown, mark: str) -> Shown:
-    return Shown(shown.text, shown.kind, shown.spread, shown.trouble, mark, shown.anchor)
+    if one.cell.printed is None:
+        return [printed, replace(ours, mark=mark)]
+    return [replace(printed, mark=mark), ours]
 
 
 def _note(one: CellView, view: TableView) -> str:
@@ -235,9 +232,7 @@ class Chapter:
     @property
     def empty(self) -> bool:
         """True if there are printed numbers only."""
-        if self.scale is None or self.scale.figures:
-            return False
-        return not any(one.group for table in self.scale.tables for one in table.cells)
+        return self.scale is not None and not self.scale.groups
 
 
 def chapters(page: Page) -> list[Chapter]:
@@ -254,9 +249,7 @@ def chapters(page: Page) -> list[Chapter]:
 
 def absent(view: FigureView) -> str:
     """The curves of a figure without a run."""
-    names = view.absent
-    if not names:
-        return ""
-    return (
-        f"Not run: {', '.join(names)}." if len(names) <= 6 else f"Not run: {len(names)} of {len(view.curves)} curves."
-    )
+    names = [f"{one.curve.panel}: {one.curve.label}" for one in view.curves if not one.group]
+    if len(names) > 6:
+        return f"Not run: {len(names)} of {len(view.curves)} curves."
+    return f"Not run: {', '.join(names)}." if names else ""

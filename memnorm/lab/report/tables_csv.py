@@ -14,7 +14,7 @@ from typing import Any
 
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.group import best, final, measured, memory_mb, progress, step_ms
-from memnorm.lab.report.model import CellView, Page, TableView
+from memnorm.lab.report.collect import CellView, Page, TableView
 from memnorm.lab.significance import Sample
 from memnorm.lab.store import StoredRun
 from memnorm.lab.verdict import PairTest
