@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from memnorm._torch import tree_leaves
 from memnorm.errors import NothingToRecord, OptionError, check_callable, is_whole
 from memnorm.estimate import (
     Forward,
