@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memnorm._torch import foreach_copy_
 from memnorm.collective import KeptGroup, check_sync, group_of_ranks, joint_moments, normalize_jointly
 from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole, warn
 from memnorm.functional import (
@@ -391,7 +392,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         old: list[Any] = [self._buffers[name] for name in (POOLED + SLOTS if slots else POOLED)]
         new = [torch.where(finite, value, buffer) for value, buffer in zip((*pooled, *slots), old, strict=True)]
         # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU, which running_weight may be.
-        torch._foreach_copy_(old, new)
+        foreach_copy_(old, new)
         self.num_batches_tracked.add_(finite)
 
     def _slots_after(self, batch: Moments, weight: Tensor) -> tuple[Tensor, ...]:

@@ -20,12 +20,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_legacy_batchedtensor
-from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from memnorm import centering, updates
+from memnorm._torch import foreach_copy_, forward_level, functorch_active, is_legacy_batchedtensor
 from memnorm.errors import MemnormError, OptionError, is_whole
 from memnorm.functional import Moments, as_scalar, snapshot
 from memnorm.kernels import cpu
@@ -146,7 +145,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     def _remember(self, batch: Moments) -> None:
         if not isinstance(batch.weight, Tensor) and batch.weight == 1 and self.momentum is not None:
             # What the value was merged with is remembered as well. Not copy_: see `_merge_backward`.
-            torch._foreach_copy_([self.running_weight], [self._weight_of_one()])
+            foreach_copy_([self.running_weight], [self._weight_of_one()])
         super()._remember(batch)
 
     def _require_values(self, x: Tensor, count: int) -> None:
@@ -154,7 +153,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
             super()._require_values(x, count)
 
     def _forward_in_torch(self, input: Tensor) -> Tensor:
-        observed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        observed = functorch_active() or forward_level() >= 0
         if observed and self.running_mean is not None:
             raise MemnormError(
                 f"{self._name}: two-way memory records in backward, which torch.func and forward-mode AD cannot "
@@ -241,13 +240,16 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         return leader is optimizer
 
     def _versions(self) -> tuple[int, ...]:
-        """Change whenever something is recorded or fades."""
+        """Change whenever something is recorded. Under a dispatch mode torch does not count what `_foreach_copy_`
+        writes; the number of batches is written by `add_`.
+        """
         buffers: Any = self._buffers
         one, other = buffers["running_weight"], buffers["backward_weight"]
+        batches = buffers["num_batches_tracked"]
         try:
-            return id(one), one._version, id(other), other._version
+            return id(one), one._version, id(other), other._version, batches._version
         except RuntimeError:  # inference tensors have no version
-            return id(one), version_of(one), id(other), version_of(other)
+            return id(one), version_of(one), id(other), version_of(other), version_of(batches)
 
     def _after_update(self) -> None:
         """The memory has faded."""
@@ -382,10 +384,10 @@ def _merge_backward(buffers: Sequence[Tensor], mean: Tensor, product: Tensor, we
     """Merge the means of a backward into (A, Q, W_b), in place. Means that are not finite change nothing."""
     total = buffers[2] + weight
     share = as_scalar(weight / total, buffers[0].dtype, buffers[0].device)
-    new = [torch.lerp(old, one.to(old.dtype), share) for old, one in zip(buffers, (mean, product), strict=False)]
+    new = [torch.lerp(old, one.to(old.dtype), share) for old, one in zip(buffers[:2], (mean, product), strict=True)]
     finite = (new[0].isfinite() & new[1].isfinite()).all()
     # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU.
-    torch._foreach_copy_(
+    foreach_copy_(
         list(buffers), [torch.where(finite, one, old) for old, one in zip(buffers, [*new, total], strict=True)]
     )
 

@@ -90,6 +90,7 @@ FLAGS = {
     "demo": "json out",
     "report": "json out runs",
     "data": "data-root json",
+    "check": "device json",
     "info": "data-root json",
     "bench": "busy json models out scale threads",
     "reproduce": f"{PLACES} {COMPUTED} dry-run jobs launcher list only out scale seeds",

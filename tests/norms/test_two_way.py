@@ -6,9 +6,11 @@ import pickle
 import pytest
 import torch
 from helpers.common import assert_same_state, images, labels, leaf, randn, randomize, small_net
+from helpers.versions import TORCH, newer_than
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import memnorm
 from memnorm.functional import pool
@@ -307,6 +309,17 @@ def test_under_checkpointing_backward_is_recorded_once_and_as_without(reentrant,
     assert_same_state(*nets, atol=1e-10)
 
 
+def test_under_a_dispatch_mode_the_memory_fades_with_each_update():
+    layer = TwoWayBatchNorm2d(3, warmup=0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with FlopCounterMode(display=False):
+        for seed in range(3):
+            layer(leaf((2, 3, 4, 4), seed=seed, dtype=torch.float32)).square().sum().backward()
+            optimizer.step()
+    weight = 32 * (0.9 + 0.9**2 + 0.9**3)
+    assert [float(layer.running_weight), float(layer.backward_weight)] == pytest.approx([weight, weight], rel=1e-6)
+
+
 def test_create_graph_is_an_error_that_says_why(backend):
     layer = layer_of()
     x = leaf((2, 3, 4, 4), seed=0)
@@ -596,7 +609,10 @@ def test_after_a_first_single_value_eval_is_reasonable():
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch about itself
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "accumulate",
+    [1, pytest.param(3, marks=newer_than((2, 8), "compiled, it refuses several forwards before their backwards"))],
+)
 def test_a_compiled_training_is_the_eager_one_and_compiles_once(accumulate):
     torch.compiler.reset()
     nets = [memnorm.convert(small_net(dtype=torch.float64), "two_way", warmup=2) for _ in range(2)]
@@ -622,7 +638,8 @@ def test_compiling_with_recording_off_is_an_error():
     torch.compiler.reset()
     net = trained(1)
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    with memnorm.recording(net, False), pytest.raises(Exception, match="recording off"):
+    match = "recording off" if TORCH > (2, 8) else "MemnormError"
+    with memnorm.recording(net, False), pytest.raises(Exception, match=match):
         compiled(images(4, seed=0, dtype=torch.float64))
 
 
