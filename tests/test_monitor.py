@@ -179,8 +179,10 @@ def test_a_copy_of_the_model_is_not_observed(layer, duplicate):
     monitor = memnorm.monitor(layer)
     train(layer, 2)
     monitor.read(2)
-    train(duplicate(layer), 1)
+    copied = duplicate(layer)
+    train(copied, 1)
     assert layer._forward_pre_hooks
+    assert [hook.batch for hook in copied._forward_pre_hooks.values()] == [None]
     assert "memnorm/noise" not in monitor.read(3)
 
 
@@ -194,6 +196,15 @@ def test_under_checkpointing_the_first_forward_is_observed(layer, reentrant):
     x = batch(2).requires_grad_()
     checkpoint(layer, x, use_reentrant=reentrant).square().sum().backward()
     assert monitor.read(3)["memnorm/noise"] == watched.read(3)["memnorm/noise"]
+
+
+def test_a_forward_that_backward_repeats_is_not_observed(layer):
+    monitor = memnorm.monitor(layer)
+    x = batch(0).requires_grad_()
+    y = checkpoint(layer, x, use_reentrant=False)
+    monitor.read(1)
+    y.square().sum().backward()
+    assert layer._forward_pre_hooks
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
