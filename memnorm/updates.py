@@ -77,12 +77,33 @@ def count_update(layers: list[TwoWayBatchNorm]) -> None:
     """Fade the memories of these layers, because the weights have changed. One call for all, because it runs at every
     step.
     """
+    for layer in layers:
+        if layer._outgoing_backward:
+            layer._fade_outgoing()  # while the images are counted
     if layers and not cpu.fade([(layer._handle, layer._buffers, layer.decay) for layer in layers]):
-        buffers: list[Any] = [layer._buffers for layer in layers]
-        weights = [one[name] for one in buffers for name in ("running_weight", "backward_weight")]
-        foreach_mul_(weights, [layer.decay for layer in layers for _ in range(2)])
+        _fade_in_torch(layers)
     for layer in layers:
         layer._after_update()
+
+
+def decay_by_images(images: Tensor, dtype: torch.dtype) -> Tensor:
+    """The default decay of an update on so many images: max(1/2, 1 − 1/4 · √(images / 32))."""
+    return (1 - (images.to(dtype) / 32).sqrt() / 4).clamp(min=0.5)
+
+
+def _fade_in_torch(layers: list[TwoWayBatchNorm]) -> None:
+    """As `cpu.fade`, without reading the device. Layers of one device, dtype and decay share the operations."""
+    alike: dict[Any, list[Any]] = {}
+    for layer in layers:
+        buffers: Any = layer._buffers
+        weight = buffers["running_weight"]
+        alike.setdefault((weight.device, weight.dtype, layer.decay), []).append(buffers)
+    for (_, dtype, decay), group in alike.items():
+        images = [buffers["num_images"] for buffers in group]
+        weights = [buffers[name] for name in ("running_weight", "backward_weight") for buffers in group]
+        decays = decay_by_images(torch.stack(images), dtype).unbind() if decay is None else [decay] * len(group)
+        foreach_mul_(weights, [*decays, *decays])
+        foreach_mul_(images, [0] * len(group))
 
 
 def count_backward(layer: TwoWayBatchNorm) -> None:

@@ -197,9 +197,9 @@ def backward(
     return narrow[0], grad_weight, grad_bias, narrow[1], None
 
 
-def fade(layers: list[tuple[Any, Any, float]]) -> bool:
-    """Multiply the weights of both memories by a factor, for the handle and buffers of each layer; False if the kernels
-    cannot do it for all.
+def fade(layers: list[tuple[Any, Any, float | None]]) -> bool:
+    """Count an update for the handle and buffers of each layer: multiply the weights of both memories by the factor,
+    None for that of `decay_by_images`, and set the count of images to 0. False if the kernels cannot do it for all.
     """
     return module() is not None and bool(module().fade(layers))
 

@@ -89,7 +89,7 @@ def test_sync_is_one_process_with_the_joint_batch(found, scheme):
 
 def test_sync_is_one_process_with_the_joint_batch_for_two_way_memory_as_well(found):
     """DDP averages gradients, so each rank multiplies its loss by the number of ranks, and with it the means."""
-    model = two_way_net()
+    model = two_way_net(decay=None)  # the images of an update are those of all ranks
     ranks = len(found)
     for step, alone in enumerate(trajectory(model, sgd(model), everything(ranks))):
         for name in ("1", "4"):
