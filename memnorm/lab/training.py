@@ -38,9 +38,7 @@ class Training:
         self, spec: RunSpec, classes: int, shape: tuple[int, int, int], device: str, channels_last: bool = False
     ) -> None:
         self.spec, self.device, self.group = spec, torch.device(device), ProcessGroup(spec, device)
-        torch.manual_seed(mix(spec.seed, "weights"))
-        model = models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options)
-        model = with_norm(model, spec)
+        model = network(spec, classes, shape)
         self.dtype = torch.float64 if spec.precision == "float64" else torch.float32
         self.layout = torch.channels_last if channels_last else torch.preserve_format
         self.model = with_layout(model.to(self.device, self.dtype).train(), self.layout)
@@ -178,6 +176,12 @@ class Training:
             else:  # a module's extra state
                 digest.update(repr(value).encode())
         return digest.hexdigest()[:32]
+
+
+def network(spec: RunSpec, classes: int, shape: tuple[int, int, int]) -> nn.Module:
+    """The network of a run before its first step."""
+    torch.manual_seed(mix(spec.seed, "weights"))
+    return with_norm(models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options), spec)
 
 
 def with_norm(model: nn.Module, spec: RunSpec) -> nn.Module:

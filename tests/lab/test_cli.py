@@ -477,6 +477,15 @@ def test_tuning_looks_at_held_out_training_images_only(call, tmp_path):
         (["--jobs", "-1"], "--jobs must not be negative"),
         (["--norms", ""], "--norms needs at least one"),
         (["--norms", "group-2"], "Double-Forward needs"),
+        (["--norms", "two_way:decoy=1"], "unknown option decoy for norm 'two_way'; its options are decay, strength"),
+        (["--norms", "bn:decay=1"], "unknown option decay; it has no options"),
+        (["--norms", "two_way:decay=2"], "decay must lie in (0, 1]; got 2"),
+        (["--norms", "two_way:decay"], "options are written as two_way:decay=0.75:warmup=20; got 'decay'"),
+        (["--norms", "two_way:decay=1:decay=1"], "the option decay is given twice"),
+        (["--norms", "two_way:decay={"], "the value of decay must be a number, a text, true, false or null"),
+        (["--norms", "two_way:decay=nan"], "norm_options must be a mapping of names to plain values"),
+        (["--norms", "mbn:strength=2"], "strength must lie in [0, 1]; got [2.0]"),
+        (["--norms", "mbn:strength=high"], "strength must be a list of numbers"),
         (["--batch-sizes", "2,x"], "--batch-sizes needs positive numbers"),
         (["--batch-sizes", "0"], "--batch-sizes needs positive numbers"),
         (["--seeds", "0"], "--seeds needs at least one"),
@@ -488,6 +497,39 @@ def test_wrong_usage_of_compare_exits_with_2(call, words, message):
     code, _, err = call(*COMPARE, *words)
     assert code == 2
     assert message in err
+
+
+def test_compare_takes_options_per_norm_and_shows_them(call, tmp_path):
+    words = ["--norms", "bn,two_way:decay=0.75,two_way:decay=9e-1:warmup=3:center=null", "--seeds", "1"]
+    code, out, err = call(*COMPARE, *words)
+    assert code == 0, err
+    for label in ("BN", "TWO-WAY decay=0.75", "TWO-WAY center=None decay=0.9 warmup=3"):
+        assert re.search(rf"^{label} +2 ", out, re.MULTILINE)
+    specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*-b2-*/spec.yaml")]
+    found = sorted((spec["norm_options"] for spec in specs), key=len)
+    assert found == [{}, {"decay": 0.75}, {"decay": 0.9, "warmup": 3, "center": None}]
+
+
+def test_a_wrong_option_is_reported_before_anything_runs(call, tmp_path):
+    assert call(*COMPARE, "--norms", "bn,two_way:decoy=1")[0] == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_strength_of_a_comparison_is_that_of_the_arms_that_have_one(call, tmp_path):
+    result_of(call(*COMPARE, "--norms", "bn,mbn,mbn:strength=0.3", "--strength", "0.5", "--seeds", "1", "--json"))
+    specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*-b2-*/spec.yaml")]
+    assert sorted((spec["norm"], spec["strength"]) for spec in specs) == [
+        ("bn", [0.1, 0.5, 0.9]),
+        ("mbn", [0.3]),
+        ("mbn", [0.5]),
+    ]
+
+
+def test_train_reads_a_norm_with_options(call):
+    mixed = ["--norm", "two_way:decay=0.75", "--norm-options", "{warmup: 3}"]
+    own = result_of(call("train", *QUICK, *mixed, "--json"))["name"]
+    both = ["--norm", "two_way", "--norm-options", "{decay: 0.75, warmup: 3}"]
+    assert result_of(call("train", *QUICK, *both, "--json"))["name"] == own
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless device"])

@@ -15,12 +15,12 @@ from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, na
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
-from memnorm.lab.experiment import Experiment, run_experiment
+from memnorm.lab.experiment import Experiment, place, run_experiment
 from memnorm.lab.grid import run_all
 from memnorm.lab.listen import Outcome
-from memnorm.lab.spec import Execution, RunSpec
+from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec
 from memnorm.lab.store import Store
-from memnorm.lab.training import load_data
+from memnorm.lab.training import load_data, network
 from memnorm.lab.verdict import TEST_HEADER, Verdict
 from memnorm.text import table, visible
 
@@ -28,6 +28,7 @@ EXAMPLES = """
 examples:
   memnorm compare --norms bn,mbn --batch-sizes 1,2,4,8 --seeds 3
   memnorm compare --norms bn,two_way,group --batch-sizes 1,2,4 --accumulate 8
+  memnorm compare --norms bn,two_way:decay=0.75,two_way:decay=0.9:warmup=20 --batch-sizes 2
   memnorm compare --data path/to/images --model resnet18 --norms bn,mbn-1,mbn-2 --batch-sizes 2,8 --epochs 20
   memnorm compare --model my_package.models:net --data path/to/images --norms bn,mbn --batch-sizes 2 --tune --jobs 2
 
@@ -37,7 +38,10 @@ images. Runs side by side (--jobs) disturb each other's timings: use --jobs 0 to
 it names a model of your own, package.module:factory: the runs import and call it. Such a file needs --trust-config.
 """
 DEFAULTS = {"model": "small", "data": "digits", "scaling": "linear", "base_batch_size": 32, "evaluations": 5}
-NORMS = "norms to compare, comma-separated; mbn means mbn-2, with Double-Forward; mbn-1 is without"
+NORMS = (
+    "norms to compare, comma-separated, with options as in two_way:decay=0.9:warmup=20; mbn means mbn-2, with "
+    "Double-Forward; mbn-1 is without"
+)
 NO_VERDICT = Verdict("One norm only: nothing to compare it with.")
 ERROR_HEADER = ("norm", "batch", "rate", "test error %", "ms per step", "peak MiB", "")
 OWN = (
@@ -57,7 +61,7 @@ OWN = (
 
 def main(words: Sequence[str]) -> int:
     arguments = parse(flags(), words)
-    base = filled(RunSpec, arguments, skip=OWN)
+    base = filled(RunSpec, arguments, skip=(*OWN, "strength"))  # the strength belongs to some arms only
     execution = filled(Execution, arguments)
     ensure([base.data], arguments.data_root, arguments.download)
     experiment = asked_for(arguments, base)
@@ -110,11 +114,18 @@ def flags() -> Any:
 
 def asked_for(arguments: Any, base: RunSpec) -> Experiment:
     arms = {json.dumps(arm): arm for arm in map(parse_arm, names(arguments.norms))}
+    for arm in arms.values():
+        if arm["norm"] in MEMORY_NORMS:
+            arm.setdefault("strength", tuple(arguments.strength))
     sizes = dict.fromkeys(numbers(arguments.batch_sizes, int, "--batch-sizes"))
     for name, value in (("--seeds", arguments.seeds), ("--epochs", arguments.epochs), ("--norms", len(arms))):
         if value <= 0:
             raise UsageError(f"{name} needs at least one; got {value}")
-    available = len(load_data(base, arguments.data_root).train)
+    data = load_data(base, arguments.data_root)
+    for arm in arms.values():
+        if "norm_options" in arm:  # a wrong one is reported before anything runs
+            network(base.but(**arm), data.classes, data.shape)
+    available = len(data.train)
     holdout = min(5000, available // 10) if arguments.tune else 0
     trained = min(base.train_images or available, available - holdout)
     whole = math.lcm(*sizes) * base.accumulate
@@ -153,7 +164,7 @@ def as_dict(found: Comparison, rates: Collection[tuple[str, int]] = ()) -> dict[
                 "norm": label,
                 "batch_size": group.spec.batch_size,
                 "learning_rate": group.spec.base_learning_rate,
-                "tuned": (group.spec.arm, group.spec.batch_size) in rates,
+                "tuned": place(group.spec) in rates,
                 "n": errors.n if errors else 0,
                 "test_error": errors.mean if errors else None,
                 "sd": errors.sd if errors else None,

@@ -31,7 +31,10 @@ The run is kept in a folder under --runs. The same command again shows its resul
 interrupted run. A config file is code if it names a model of your own, package.module:factory: the run imports
 and calls it. Such a file needs --trust-config.
 """
-NORM = "a name of memnorm.norms; bn is the model as it is. mbn means mbn-2, with Double-Forward; mbn-1 is without"
+NORM = (
+    "a name of memnorm.norms, with options as in two_way:decay=0.75; bn is the model as it is. mbn means mbn-2, with "
+    "Double-Forward; mbn-1 is without"
+)
 SCHEME = "double adds Double-Forward; without this flag the norm decides"
 
 
@@ -49,7 +52,7 @@ def main(words: Sequence[str]) -> int:
     places.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parse(made, words)
     arm = parse_arm(arguments.norm, arguments.scheme)
-    arguments.norm, arguments.scheme = arm["norm"], arm["scheme"]
+    vars(arguments).update(arm, norm_options={**arguments.norm_options, **arm.get("norm_options", {})})
     spec, execution = filled(RunSpec, arguments), filled(Execution, arguments)
     if spec.processes == 1:
         spec = spec.but(processes=launched())
