@@ -28,7 +28,10 @@ def parse_arm(word: str, scheme: str | None = None) -> dict[str, Any]:
     written = {"1": "single", "2": "double"}.get(number)
     if scheme and written and scheme != written:
         raise UsageError(f"{word} means the scheme {written}; got {scheme}")
-    arm = {"norm": norm, "scheme": scheme or written or ("double" if norm in MEMORY_NORMS else "single")}
+    arm: dict[str, Any] = {
+        "norm": norm,
+        "scheme": scheme or written or ("double" if norm in MEMORY_NORMS else "single"),
+    }
     options = _options(word, parts)
     if norm in MEMORY_NORMS and "strength" in options:  # a field of its own, since it can change over the run
         arm["strength"] = (options.pop("strength"),)

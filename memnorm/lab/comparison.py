@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memnorm.lab.group import Group, final, identity
+from memnorm.lab.group import RECALIBRATED, Group, final, identity
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import StoredRun
 from memnorm.lab.verdict import Cost, Verdict, verdict
@@ -39,6 +39,11 @@ class Comparison:
     verdict: Verdict | None  # None for fewer than two arms, and for runs that chose a setting
     recalibrated: bool = False  # draw the errors with recalibrated statistics, where there are any
     failures: tuple[tuple[str, str], ...] = ()  # run and error message
+
+    @property
+    def is_recalibrated(self) -> bool:
+        """True if some runs were also evaluated with recalibrated statistics."""
+        return any(group.sample(RECALIBRATED) for _, group in self.groups)
 
     @property
     def arms(self) -> list[str]:

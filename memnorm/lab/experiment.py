@@ -42,7 +42,7 @@ class Experiment:
     def trials(self) -> list[RunSpec]:
         """The runs that choose the learning rates."""
         return [
-            self.spec(arm, size, learning_rate=rate, holdout=self.holdout, seed=TUNING_SEED)
+            self.spec({**arm, "recalibrate": 0}, size, learning_rate=rate, holdout=self.holdout, seed=TUNING_SEED)
             for size in self.batch_sizes
             for arm in self.arms
             for rate in self.rates

@@ -134,6 +134,8 @@ class _Run:
 
     def train(self) -> dict[str, Any]:
         self.listener.began(self.spec, self.iteration)
+        if self.training.note and self.iteration == 0:
+            self.listener.message(self.spec, self.training.note)
         batches = self.train_source.batches(self.plan, workers=self.execution.workers)
         wanted = self.execution.tensorboard and self.group.rank == 0
         with tensorboard(self.folder.path, wanted, self.iteration) as events, stop_signals() as request:

@@ -46,6 +46,8 @@ class RunSpec:
 
     model: str = option("resnet20", "built-in name, or package.module:factory of your own")
     model_options: dict[str, Any] = option({}, "keyword arguments of the model")
+    pretrained: str | None = option(None, "file of a state dict that the network starts from, before its norms change")
+    pretrained_sha256: str | None = option(None, "hash of that file; the command fills it in, and refuses another one")
     data: str = option("cifar10", "built-in name, or a folder with train/ and val/ or test/")
     data_options: dict[str, Any] = option({}, "keyword arguments of the data set, such as image_size")
     train_images: int | None = option(None, "train on this many images only, the same ones for every seed", least=1)
@@ -73,6 +75,7 @@ class RunSpec:
     schedule: Literal["step", "cosine", "constant"] = option("step", "step divides by 10 at each milestone")
     milestones: tuple[float, ...] = option((0.4, 0.6), "fractions of the iterations, comma-separated")
     warmup: int = option(0, "iterations of linear warm-up", least=0)
+    optimizer: Literal["sgd", "adamw"] = option("sgd", "adamw needs a learning rate near 0.001")
     momentum: float = option(0.9, "momentum of SGD", least=0)
     weight_decay: float = option(1e-4, "weight decay of every parameter", least=0)
     precision: Literal["float32", "float64", "bfloat16"] = option("float32", "bfloat16 is autocast")
@@ -112,8 +115,10 @@ class RunSpec:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
-        return {name: value for name, value in self.as_dict().items() if value != _DEFAULTS[name]}
+        """The fields that differ from their defaults. Pretrained weights are known by their hash, not by their path."""
+        changed = {name: value for name, value in self.as_dict().items() if value != _DEFAULTS[name]}
+        changed.pop("pretrained", None)
+        return changed
 
     @property
     def digest(self) -> str:
@@ -299,6 +304,10 @@ def _contradictions(spec: RunSpec) -> list[str]:
         found.append(f"strength belongs to the norm {' or '.join(MEMORY_NORMS)}; {spec.norm} has none")
     if spec.scheme == "single" and (spec.every != 1 or spec.fraction != 1):
         found.append("every and fraction belong to scheme: double")
+    if spec.optimizer != "sgd" and spec.momentum != _DEFAULTS["momentum"]:
+        found.append(f"momentum belongs to the optimizer sgd; {spec.optimizer} has its own")
+    if (spec.pretrained is None) != (spec.pretrained_sha256 is None):
+        found.append("pretrained and pretrained_sha256 belong together; the hash is that of the file's bytes")
     if spec.recalibrate and spec.processes > 1:
         found.append("recalibrate is for runs in one process")
     if spec.batch_size < spec.processes:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import memnorm
 from memnorm.lab import data as data_sets
-from memnorm.lab import models
+from memnorm.lab import models, pretrained
 from memnorm.lab.data import EVALUATION_BATCH, Data, Source, sweep
 from memnorm.lab.data.source import mix
 from memnorm.lab.errors import DeviceMissing, UsageError
@@ -38,13 +38,11 @@ class Training:
         self, spec: RunSpec, classes: int, shape: tuple[int, int, int], device: str, channels_last: bool = False
     ) -> None:
         self.spec, self.device, self.group = spec, torch.device(device), ProcessGroup(spec, device)
-        model = network(spec, classes, shape)
+        model, self.note = network(spec, classes, shape)
         self.dtype = torch.float64 if spec.precision == "float64" else torch.float32
         self.layout = torch.channels_last if channels_last else torch.preserve_format
         self.model = with_layout(model.to(self.device, self.dtype).train(), self.layout)
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), spec.base_learning_rate, momentum=spec.momentum, weight_decay=spec.weight_decay
-        )
+        self.optimizer = optimizer(self.model, spec)
         self.strength = self._strength_schedule()
         self.learner = self.group.wrapped(self.model)  # the module to call in training
         self.second_forward = (
@@ -73,7 +71,7 @@ class Training:
         return images, labels.to(self.device, non_blocking=True)
 
     def step(self, iteration: int, images: Tensor, labels: Tensor) -> bool:
-        """One step of SGD. Return False if the loss is not finite; then the weights are unchanged."""
+        """One step of the optimizer. Return False if the loss is not finite; then the weights are unchanged."""
         torch.manual_seed(self.group.seed(mix(self.spec.seed, "step", iteration)))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.spec, iteration)
@@ -178,10 +176,19 @@ class Training:
         return digest.hexdigest()[:32]
 
 
-def network(spec: RunSpec, classes: int, shape: tuple[int, int, int]) -> nn.Module:
-    """The network of a run before its first step."""
+def network(spec: RunSpec, classes: int, shape: tuple[int, int, int]) -> tuple[nn.Module, str]:
+    """The network of a run before its first step, and what the user should know about it, if anything."""
     torch.manual_seed(mix(spec.seed, "weights"))
-    return with_norm(models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options), spec)
+    model = models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options)
+    note = pretrained.load(model, spec, classes)
+    return with_norm(model, spec), note
+
+
+def optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": spec.base_learning_rate, "weight_decay": spec.weight_decay}
+    if spec.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), **options)
+    return torch.optim.SGD(model.parameters(), momentum=spec.momentum, **options)
 
 
 def with_norm(model: nn.Module, spec: RunSpec) -> nn.Module:

@@ -84,7 +84,8 @@ def test_lists_of_numbers_are_written_with_commas(call):
 PLACES = "data-root download json runs"
 COMPUTED = "channels-last checkpoint-seconds device keep-weights tensorboard threads workers"
 SHARED = """accumulate augment base-batch-size classes-per-batch config data data-options evaluations learning-rate
-    milestones model model-options momentum precision print-config sampler scaling schedule strength test-images
+    milestones model model-options momentum optimizer precision pretrained pretrained-sha256 print-config
+    recalibrate sampler scaling schedule strength test-images
     train-images trust-config warmup weight-decay"""
 FLAGS = {
     "demo": "json out",
@@ -94,7 +95,7 @@ FLAGS = {
     "bench": "busy json models out scale threads",
     "reproduce": f"{PLACES} {COMPUTED} dry-run jobs launcher list only out scale seeds",
     "train": f"""{PLACES} {COMPUTED} {SHARED} batch-size every fraction holdout iterations norm norm-options
-    processes recalibrate scheme seed""",
+    processes scheme seed""",
     "compare": f"{PLACES} {COMPUTED} {SHARED} batch-sizes epochs jobs norms out rates seeds tune",
 }
 
@@ -530,6 +531,30 @@ def test_train_reads_a_norm_with_options(call):
     own = result_of(call("train", *QUICK, *mixed, "--json"))["name"]
     both = ["--norm", "two_way", "--norm-options", "{decay: 0.75, warmup: 3}"]
     assert result_of(call("train", *QUICK, *both, "--json"))["name"] == own
+
+
+def test_compare_shows_recalibrated_errors_of_the_norms_that_have_statistics(call, tmp_path):
+    words = [*COMPARE, "--norms", "bn,two_way:decay=0.9,group", "--accumulate", "2", "--seeds", "2"]
+    code, out, err = call(*words, "--recalibrate", "20")
+    assert code == 0, err
+    assert re.search(r"^norm .*recalibrated %", out, re.MULTILINE)
+    rows = result_of(call(*words, "--recalibrate", "20", "--json"))["rows"]
+    assert {row["norm"] for row in rows if row["test_error_recalibrated"] is None} == {"GROUP"}
+    stored = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*-bn-*-b2x2-*/result.json")]
+    mean = sum(one["final"]["test_error_recalibrated"] for one in stored) / 2
+    (bn,) = [row for row in rows if (row["norm"], row["batch_size"]) == ("BN", 2)]
+    assert bn["test_error_recalibrated"] == pytest.approx(mean)
+    assert "recalibrated (%)" in (tmp_path / "compare/report.html").read_text()
+    assert "recalibrated (%)" in (tmp_path / "compare/report.md").read_text()
+    assert any(f",{mean}," in path.read_text() for path in tmp_path.glob("compare/csv/*.csv"))
+    assert "recalibrated" not in call(*words)[1]
+
+
+def test_tuning_does_not_recalibrate(call, tmp_path):
+    words = ["--norms", "bn", "--seeds", "1", "--tune", "--rates", "0.1", "--recalibrate", "20", "--json"]
+    result_of(call(*COMPARE, *words))
+    specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/spec.yaml")]
+    assert {(spec["holdout"] > 0, spec["recalibrate"]) for spec in specs} == {(True, 0), (False, 20)}
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless device"])

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from memnorm.lab import report
-from memnorm.lab.arms import parse_arm
+from memnorm.lab.arms import parse_arm, unsupported
 from memnorm.lab.cli.data import ensure
-from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, names, numbers, parse, parser
+from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, filled_spec, names, numbers, parse, parser
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
 from memnorm.lab.experiment import Experiment, place, run_experiment
 from memnorm.lab.grid import run_all
+from memnorm.lab.group import RECALIBRATED
 from memnorm.lab.listen import Outcome
 from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec
 from memnorm.lab.store import Store
@@ -29,6 +30,7 @@ examples:
   memnorm compare --norms bn,mbn --batch-sizes 1,2,4,8 --seeds 3
   memnorm compare --norms bn,two_way,group --batch-sizes 1,2,4 --accumulate 8
   memnorm compare --norms bn,two_way:decay=0.75,two_way:decay=0.9:warmup=20 --batch-sizes 2
+  memnorm compare --model resnet18 --data path/to/images --pretrained weights.pt --optimizer adamw --learning-rate 0.001
   memnorm compare --data path/to/images --model resnet18 --norms bn,mbn-1,mbn-2 --batch-sizes 2,8 --epochs 20
   memnorm compare --model my_package.models:net --data path/to/images --norms bn,mbn --batch-sizes 2 --tune --jobs 2
 
@@ -43,7 +45,7 @@ NORMS = (
     "Double-Forward; mbn-1 is without"
 )
 NO_VERDICT = Verdict("One norm only: nothing to compare it with.")
-ERROR_HEADER = ("norm", "batch", "rate", "test error %", "ms per step", "peak MiB", "")
+ERROR_HEADER = ("norm", "batch", "rate", "test error %", "recalibrated %", "ms per step", "peak MiB", "")
 OWN = (
     "norm",
     "norm_options",
@@ -55,13 +57,12 @@ OWN = (
     "processes",
     "seed",
     "holdout",
-    "recalibrate",
 )
 
 
 def main(words: Sequence[str]) -> int:
     arguments = parse(flags(), words)
-    base = filled(RunSpec, arguments, skip=(*OWN, "strength"))  # the strength belongs to some arms only
+    base = filled_spec(arguments, skip=(*OWN, "strength"))  # the strength belongs to some arms only
     execution = filled(Execution, arguments)
     ensure([base.data], arguments.data_root, arguments.download)
     experiment = asked_for(arguments, base)
@@ -117,13 +118,15 @@ def asked_for(arguments: Any, base: RunSpec) -> Experiment:
     for arm in arms.values():
         if arm["norm"] in MEMORY_NORMS:
             arm.setdefault("strength", tuple(arguments.strength))
+        if base.recalibrate and unsupported(base.but(**arm)):  # it has no statistics to recompute
+            arm["recalibrate"] = 0
     sizes = dict.fromkeys(numbers(arguments.batch_sizes, int, "--batch-sizes"))
     for name, value in (("--seeds", arguments.seeds), ("--epochs", arguments.epochs), ("--norms", len(arms))):
         if value <= 0:
             raise UsageError(f"{name} needs at least one; got {value}")
     data = load_data(base, arguments.data_root)
     for arm in arms.values():
-        if "norm_options" in arm:  # a wrong one is reported before anything runs
+        if "norm_options" in arm or base.pretrained:  # what is wrong with them is reported before anything runs
             network(base.but(**arm), data.classes, data.shape)
     available = len(data.train)
     holdout = min(5000, available // 10) if arguments.tune else 0
@@ -158,7 +161,7 @@ def as_dict(found: Comparison, rates: Collection[tuple[str, int]] = ()) -> dict[
     judged = found.verdict or NO_VERDICT
     rows = []
     for label, group in found.groups:
-        errors, cost = group.sample(), group.cost
+        errors, again, cost = group.sample(), group.sample(RECALIBRATED), group.cost
         rows.append(
             {
                 "norm": label,
@@ -168,6 +171,8 @@ def as_dict(found: Comparison, rates: Collection[tuple[str, int]] = ()) -> dict[
                 "n": errors.n if errors else 0,
                 "test_error": errors.mean if errors else None,
                 "sd": errors.sd if errors else None,
+                "test_error_recalibrated": again.mean if again else None,
+                "sd_recalibrated": again.sd if again else None,
                 "diverged": len(group.having("diverged")),
                 "failed": len(group.having("unfinished")),
                 "step_ms": cost.step_ms,
@@ -188,30 +193,31 @@ def as_text(found: Comparison) -> str:
     reasons = [f"{run}: {visible(message)}" for run, message in found.failures]
     failed = ["\n".join(["failed:", *reasons])] if reasons else []
     tests = [table([TEST_HEADER, *(one.cells for one in judged.shown)])] if judged.shown else []
-    return "\n\n".join(
-        [table([ERROR_HEADER, *error_rows(found)]), *failed, *tests, "\n".join((judged.headline, *judged.details))]
-    )
+    return "\n\n".join([table(error_table(found)), *failed, *tests, "\n".join((judged.headline, *judged.details))])
 
 
-def error_rows(found: Comparison) -> list[tuple[str, ...]]:
-    """Rows under ERROR_HEADER."""
+def error_table(found: Comparison) -> list[tuple[str, ...]]:
+    """ERROR_HEADER and a row per norm and batch size; without the recalibrated errors where there are none."""
 
-    def shown(value: float | None, digits: int) -> str:
-        return "–" if value is None else f"{value:.{digits}f}"
+    def shown(value: float | None, digits: int, sd: float | None = None) -> str:
+        return "–" if value is None else f"{value:.{digits}f}" + (f" ± {sd:.2f}" if sd is not None else "")
 
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = [ERROR_HEADER]
     for row in as_dict(found)["rows"]:
-        spread = f" ± {row['sd']:.2f}" if row["sd"] is not None else ""
         trouble = [f"{row[name]} {name}" for name in ("diverged", "failed") if row[name]]
         rows.append(
             (
                 row["norm"],
                 str(row["batch_size"]),
                 f"{row['learning_rate']:.3g}",
-                f"{shown(row['test_error'], 2)}{spread} (n = {row['n']})",
+                f"{shown(row['test_error'], 2, row['sd'])} (n = {row['n']})",
+                shown(row["test_error_recalibrated"], 2, row["sd_recalibrated"]),
                 shown(row["step_ms"], 1),
                 shown(row["peak_memory_mb"], 0),
                 ", ".join(trouble),
             )
         )
-    return rows
+    if found.is_recalibrated:
+        return rows
+    where = ERROR_HEADER.index("recalibrated %")
+    return [row[:where] + row[where + 1 :] for row in rows]

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeVar, get_origin
 import jsonargparse
 
 from memnorm.lab.errors import UsageError
-from memnorm.lab.spec import hints, parse_yaml
+from memnorm.lab.pretrained import sha256
+from memnorm.lab.spec import RunSpec, hints, parse_yaml
 
 TRUST = "--trust-config"
 WORDS = {"int": "a whole number", "float": "a number", "dict": "a mapping such as {name: value}"}
@@ -103,6 +104,13 @@ def add_places(target: Any) -> None:
     help = "folder of the data sets; default: $MEMNORM_DATA, else the user's cache"
     target.add_argument("--data-root", type=Path, default=None, help=help)
     target.add_argument("--download", action="store_true", help="get the data set if it is missing")
+
+
+def filled_spec(arguments: Any, skip: Sequence[str] = ()) -> RunSpec:
+    """The specification with the values of its flags and the hash of the pretrained weights."""
+    if arguments.pretrained is not None and arguments.pretrained_sha256 is None:
+        arguments.pretrained_sha256 = sha256(arguments.pretrained)
+    return filled(RunSpec, arguments, skip)
 
 
 def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:

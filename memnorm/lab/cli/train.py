@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from memnorm.lab.arms import parse_arm
 from memnorm.lab.cli.data import ensure
-from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, parse, parser
+from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, filled_spec, parse, parser
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK
 from memnorm.lab.listen import relay
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
     arguments = parse(made, words)
     arm = parse_arm(arguments.norm, arguments.scheme)
     vars(arguments).update(arm, norm_options={**arguments.norm_options, **arm.get("norm_options", {})})
-    spec, execution = filled(RunSpec, arguments), filled(Execution, arguments)
+    spec, execution = filled_spec(arguments), filled(Execution, arguments)
     if spec.processes == 1:
         spec = spec.but(processes=launched())
     ensure([spec.data], arguments.data_root, arguments.download)
