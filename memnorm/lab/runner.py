@@ -28,7 +28,6 @@ from memnorm.lab.signals import stop_signals
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import RunFolder, Store
 from memnorm.lab.training import (
-    Tally,
     Training,
     choose_device,
     drawn,
@@ -193,7 +192,7 @@ class _Run:
             **(self.probe(training, self.train_source, self.iteration) if self.probe else {}),
         }
         line = self.group.broadcast(line)
-        training.tally = Tally()
+        training.tally = training.task.tally()
         self.folder.add_metrics(line)
         self.lines.append(line)
         for name, value in line.items():

@@ -85,7 +85,7 @@ PLACES = "data-root download json runs"
 COMPUTED = "channels-last checkpoint-seconds device keep-weights tensorboard threads workers"
 SHARED = """accumulate augment base-batch-size classes-per-batch config data data-options evaluations learning-rate
     milestones model model-options momentum optimizer precision pretrained pretrained-sha256 print-config
-    recalibrate sampler scaling schedule strength test-images
+    recalibrate sampler scaling schedule strength task test-images
     train-images trust-config warmup weight-decay"""
 FLAGS = {
     "demo": "json out",

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from memnorm.lab import report
+from memnorm.lab import report, tasks
 from memnorm.lab.arms import parse_arm, unsupported
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, filled_spec, names, numbers, parse, parser
@@ -152,6 +152,7 @@ def protocol(experiment: Experiment) -> str:
     return (
         f"{base.data}, {base.model}: {experiment.images:,} images per run, learning rate {base.learning_rate:g} at "
         f"batch {base.base_batch_size}, {base.scaling} scaling, {experiment.seeds} seeds"
+        + (f"; {base.task}: the error is {tasks.get(base.task).error}" if base.task != "classification" else "")
         + ("; learning rate chosen per norm and batch size on held-out training images" if experiment.rates else "")
     )
 

@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 def add_config(made: jsonargparse.ArgumentParser) -> None:
     """Add the flags for settings from a file."""
     made.add_argument("--config", action="config", help="YAML file with any of these settings; later flags override it")
-    trust = "import a model package.module:factory that the file names: this runs its code"
+    trust = "import a model or task package.module:factory that the file names: this runs its code"
     made.add_argument(TRUST, action="store_true", help=trust)
 
 
@@ -120,13 +120,14 @@ def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:
 
 
 def _check_trust(arguments: Any, words: Sequence[str]) -> None:
-    """Refuse a model of the user's own unless its name, or the trust in its file, stands on the command line."""
-    model = getattr(arguments, "model", "")
-    typed = [after for word, after in itertools.pairwise(words) if word == "--model"]
-    if ":" in model and not {TRUST, f"--model={model}"} & set(words) and model not in typed:
-        raise UsageError(
-            f"the config file names the model {model}, and importing it runs its code; add {TRUST} if you trust it"
-        )
+    """Refuse a model or task of the user's own unless its name, or the trust in its file, is on the command line."""
+    for what in ("model", "task"):
+        name = getattr(arguments, what, "")
+        typed = [after for word, after in itertools.pairwise(words) if word == f"--{what}"]
+        if ":" in name and not {TRUST, f"--{what}={name}"} & set(words) and name not in typed:
+            raise UsageError(
+                f"the config file names the {what} {name}, and importing it runs its code; add {TRUST} if you trust it"
+            )
 
 
 def names(text: str) -> list[str]:

@@ -74,12 +74,13 @@ def describe(result: dict[str, Any], path: str) -> str:
             f"--warmup may help.\nrecord: {path}"
         )
     final, best = result["final"], result["best"]
-    top5 = f" (top-5 {final['test_error_top5']:.2f} %)" if final["test_error_top5"] is not None else ""
+    top5 = f" (top-5 {final['test_error_top5']:.2f} %)" if final.get("test_error_top5") is not None else ""
     recalibrated = final.get("test_error_recalibrated")
     again = f"recalibrated {recalibrated:.2f} % with recomputed statistics\n" if recalibrated is not None else ""
+    more = "".join(f"{name:<11} {final[f'test_{name}']:.2f} %\n" for name in ("iou", "dice") if f"test_{name}" in final)
     return (
         f"test error  {final['test_error']:.2f} %{top5} at the last iteration, the headline number\n"
-        f"{again}"
+        f"{again}{more}"
         f"best        {best['test_error']:.2f} % at iteration {best['iteration']:,} (chosen on the test images)\n"
         f"train error {final['train_error']:.2f} % over the last batches\n"
         f"time        {result['seconds']:.0f} s of training, {final['step_ms']:.1f} ms per step\n"
