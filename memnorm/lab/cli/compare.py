@@ -31,13 +31,14 @@ examples:
   memnorm compare --norms bn,two_way,group --batch-sizes 1,2,4 --accumulate 8
   memnorm compare --norms bn,two_way:decay=0.75,two_way:decay=0.9:warmup=20 --batch-sizes 2
   memnorm compare --model resnet18 --data path/to/images --pretrained weights.pt --optimizer adamw --learning-rate 0.001
+  memnorm compare --task segmentation --data path/to/pictures --model fcn --norms bn,two_way --batch-sizes 2
   memnorm compare --data path/to/images --model resnet18 --norms bn,mbn-1,mbn-2 --batch-sizes 2,8 --epochs 20
   memnorm compare --model my_package.models:net --data path/to/images --norms bn,mbn --batch-sizes 2 --tune --jobs 2
 
 Every norm sees the same number of images, in the same order, from the same initial weights. The learning rate is meant
 for --base-batch-size and is scaled with the batch; --tune chooses one per norm and batch size on held-out training
 images. Runs side by side (--jobs) disturb each other's timings: use --jobs 0 to measure them. A config file is code if
-it names a model of your own, package.module:factory: the runs import and call it. Such a file needs --trust-config.
+it names a model or task of your own, package.module:factory: the runs import and call it. It needs --trust-config.
 """
 DEFAULTS = {"model": "small", "data": "digits", "scaling": "linear", "base_batch_size": 32, "evaluations": 5}
 NORMS = (

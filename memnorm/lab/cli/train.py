@@ -28,7 +28,7 @@ examples:
   torchrun --nproc-per-node 2 -m memnorm.lab train --data digits --model small --norm mbn --device cpu
 
 The run is kept in a folder under --runs. The same command again shows its result, or resumes an
-interrupted run. A config file is code if it names a model of your own, package.module:factory: the run imports
+interrupted run. A config file is code if it names a model or task of your own, package.module:factory: the run imports
 and calls it. Such a file needs --trust-config.
 """
 NORM = (
