@@ -14,7 +14,7 @@ from typing import Any
 from memnorm.lab import equations, report
 from memnorm.lab.arms import parse_arm
 from memnorm.lab.bench.clock import Ratio
-from memnorm.lab.cli.compare import ERROR_HEADER, as_dict, error_rows
+from memnorm.lab.cli.compare import as_dict, error_table
 from memnorm.lab.cli.flags import parse, parser
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.console import stderr, watching
@@ -108,6 +108,7 @@ def cost_part(costs: Sequence[Ratio]) -> Section:
 
 
 def live_part(found: Comparison) -> Section:
+    header, *rows = error_table(found)
     return Section(
         "Live comparison",
         [
@@ -116,8 +117,8 @@ def live_part(found: Comparison) -> Section:
             f"A small data set and few seeds separate little; this shows more: {MORE}",
             RECORDED,
         ],
-        ERROR_HEADER,
-        error_rows(found),
+        header,
+        rows,
     )
 
 
