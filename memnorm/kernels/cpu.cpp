@@ -191,8 +191,7 @@ PyObject *py_train(PyObject *, PyObject *const *args, Py_ssize_t given) {
         if (recording) record(memory, job.batch_mean, job.batch_var, job.count(), job.n);
     });
     if (!run) return nullptr;
-    if (recording && !mark_written(handle, MEAN, state->slots ? BACKWARD_MEAN : SLOT_MEANS)) return nullptr;
-    if (recording && state->at<void>(IMAGES) && !mark_written(handle, IMAGES, BUFFERS)) return nullptr;
+    if (recording && !mark_written(handle, MEAN, state->slots ? BACKWARD_MEAN : SLOT_MEANS, state->at<void>(IMAGES))) return nullptr;
     return PyTuple_Pack(2, call.y.object, call.saved.object);
 }
 

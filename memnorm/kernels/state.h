@@ -121,9 +121,13 @@ inline PyObject *make_handle(PyObject *buffers) {
     return handle.release();
 }
 
-// Tell autograd that the buffers [first, end) have changed.
-inline bool mark_written(PyObject *handle, int first, int end) {
+// Tell autograd that the buffers [first, end) have changed, and the number of images if `counted`.
+inline bool mark_written(PyObject *handle, int first, int end, bool counted = false) {
     Ref written(PyTuple_GetSlice(handle, first, end));
+    if (written && counted) {
+        Ref images(PyTuple_GetSlice(handle, IMAGES, BUFFERS));
+        written = Ref(images ? PySequence_Concat(written.object, images.object) : nullptr);
+    }
     return written && Ref(PyObject_CallFunctionObjArgs(torch.increment_version, written.object, nullptr));
 }
 

@@ -436,7 +436,7 @@ def test_under_checkpointing_backward_is_recorded_once_and_as_without(reentrant,
 
 
 def test_under_a_dispatch_mode_the_memory_fades_with_each_update():
-    layer = TwoWayBatchNorm2d(3, warmup=0)
+    layer = TwoWayBatchNorm2d(3, decay=0.9, warmup=0)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     with FlopCounterMode(display=False):
         for seed in range(3):
