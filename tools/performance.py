@@ -59,7 +59,7 @@ def parts(record: dict[str, Any]) -> dict[str, str]:
         f"{where['kernels']}, commit {where['commit']}, {where['started'][:10]}. A copy moves "
         f"{layer['copy bandwidth'] / 1e9:.0f} GB/s.",
         "bounds": table(["what", "measured", "must be at most", "good", ""], bounds),
-        "layers": table([*layer_head, "of bandwidth"], layers),
+        "layers": table(layer_head, layers),
         "steps": table(step_head, steps),
         "rivals": table([title, "to BN", "quartiles"], rivals),
     }

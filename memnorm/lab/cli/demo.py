@@ -42,9 +42,10 @@ BASE = RunSpec(model="small", data="digits", evaluations=1)
 ARMS = ("bn", "two_way")
 WIDTH = 50  # characters of the longest bar
 PROTOCOL = (
-    f"Protocol, fixed beforehand: scikit-learn's handwritten digits, a small convolutional network, {UPDATE} images per "
-    f"update, {IMAGES // UPDATE} updates, SGD with learning rate {BASE.learning_rate:g} divided by 10 at 40 % and 60 %, "
-    f"{SEEDS} seeds. Both norms start from the same weights and see the same images in the same order. No arm is tuned."
+    "Protocol, fixed beforehand: scikit-learn's handwritten digits, a small convolutional network, "
+    f"{IMAGES // UPDATE} updates of {UPDATE} images, SGD with learning rate {BASE.learning_rate:g} divided by 10 at 40 "
+    f"and 60 %, {SEEDS} seeds. Both norms start from the same weights and see the same images in the same order. "
+    "No arm is tuned."
 )
 RECORDED = (
     "This is a small task. Our recorded runs on CIFAR-10 are in docs/evidence.md of the repository. "
