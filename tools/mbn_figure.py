@@ -59,7 +59,7 @@ def two_way() -> str:
                     faded = 0.35 + 0.5 * index / 6 if colour == BLUE else 1.0  # older batches weigh less
                     corner = (left + 0.4 * index, 2.5 - 2 * line)
                     axes.add_patch(Rectangle(corner, 0.32, 0.55, alpha=faded, linewidth=1, **fill))
-                axes.text(left, 1.98 - 2 * line, f"{averaged},\n{seen}", fontsize=7.5, va="center")
+                axes.text(left, 1.98 - 2 * line, f"{averaged},\n{seen}", fontsize=8.5, va="center")
     return made()
 
 

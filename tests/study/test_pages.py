@@ -77,6 +77,7 @@ def test_the_tests_that_the_claims_name_exist():
     ("text", "problem"),
     [
         ("<!-- found all -->7<!-- end --> settings", "begins a line"),
+        ("- In\n  <!-- found all -->7<!-- end --> settings", "begins a line"),
         ("In <!-- fuond all -->7<!-- end --> settings", "no such value"),
         ("By <!-- gap tiny-batch-resnet8; MABN; BN -->7<!-- end --> points", "3 arms MABN"),
     ],
