@@ -147,6 +147,14 @@ class DoubleForward:
                 )
             layer._watched_by = weakref.ref(self)
 
+    def __repr__(self) -> str:
+        model = self._model()
+        attached = f"attached to {type(model).__name__}" if model is not None and self._handles else "removed"
+        return (
+            f"DoubleForward({attached}, layers={len(self._names)}, optimizers={len(self._optimizers)}, "
+            f"every={self.every}, fraction={self.fraction:g}, steps={self.steps})"
+        )
+
     def remove(self) -> None:
         """Remove all hooks. From now on, training forwards record their own moments."""
         self._unmute()

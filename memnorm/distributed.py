@@ -96,10 +96,11 @@ def exchange_memory(model: nn.Module, optimizer: Optimizer, *, group: Any = None
     `fullgraph=True` during an exchange.
 
     Args:
-        model: the trained module, wrapped or not. optimizer: the optimizer; if there are several, the one that steps
-        last. It must step equally often on all ranks. group: the process group; all ranks by default. A rank outside
-        the group remembers its own batches. max_waiting: raise an error if a layer records this many batches without a
-        step.
+        model: the trained module, wrapped or not.
+        optimizer: the optimizer; if there are several, the one that steps last. It must step equally often on all
+            ranks.
+        group: the process group; all ranks by default. A rank outside the group remembers its own batches.
+        max_waiting: raise an error if a layer records this many batches without a step.
 
     Returns:
         A handle with `remove()`, and with `exchange()` for loops that call `rerecord` after the step. It is also a

@@ -28,7 +28,8 @@ _unchecked: WeakKeyDictionary[MemorizedBatchNorm, tuple[bool, int]] = WeakKeyDic
 
 
 class StrengthSchedule:
-    """Set the strength of every memorized layer of `model` by milestones; use it like a learning-rate scheduler.
+    """Set the strength of every memorized layer of `model` by milestones; use it like a learning-rate scheduler of
+    torch, with `last_step` in place of `last_epoch`.
 
         schedule = StrengthSchedule(model, total_steps)
         for batch in batches:
@@ -42,7 +43,8 @@ class StrengthSchedule:
     Args:
         model: has at least one memorized layer; layers converted later are included from the next change on.
         total_steps: number of `step()` calls in the whole training.
-        milestones: where the value changes; a float is a fraction of `total_steps`, an int a number of steps.
+        milestones: where the value changes; a float is a fraction of `total_steps`, an int a number of steps. The
+            attribute holds steps.
         values: the strengths; one more than there are milestones.
     """
 
@@ -78,6 +80,12 @@ class StrengthSchedule:
         if sorted(steps) != steps:
             raise OptionError(f"StrengthSchedule: milestones must increase; got {list(milestones)}")
         self.total_steps, self.milestones, self.values, self.last_step = int(total_steps), steps, strengths, last_step
+
+    def __repr__(self) -> str:
+        return (
+            f"StrengthSchedule(total_steps={self.total_steps}, milestones={self.milestones}, values={self.values}, "
+            f"last_step={self.last_step}, strength={self.get_last_strength():g})"
+        )
 
     def get_last_strength(self) -> float:
         """The current strength."""

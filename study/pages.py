@@ -16,7 +16,7 @@ from study.run import load
 from study.tables import Values
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKER = re.compile(r"(^|.)<!-- (\w+)(?: ([^>]*?))? -->.*?<!-- end -->", re.DOTALL | re.MULTILINE)
+MARKER = re.compile(r"<!-- (\w+)(?: ([^>]*?))? -->.*?<!-- end -->", re.DOTALL)
 MEASURED = ("bench", "late_and_literal", "recalibration")
 
 
@@ -28,16 +28,16 @@ def fill(page: str, found: Values) -> str:
     """The page with the value of each marker. Text of several lines gets lines of its own."""
 
     def filled(match: re.Match[str]) -> str:
-        before, name, words = match.groups()
+        name, words = match.groups()
         arguments = [word.strip() for word in words.split(";")] if words else []
         if not callable(getattr(found, name, None)):
             raise SystemExit(f"<!-- {name} -->: there is no such value; see study/tables.py")
         value = getattr(found, name)(*arguments)
         if "\n" in value:
             value = f"\n{value}\n"
-        elif not before:
+        elif not page[page.rfind("\n", 0, match.start()) + 1 : match.start()].strip():
             raise SystemExit(f"<!-- {name} {words} --> begins a line: Markdown would take all of it for HTML")
-        return f"{before}<!-- {name}{f' {words}' if words else ''} -->{value}<!-- end -->"
+        return f"<!-- {name}{f' {words}' if words else ''} -->{value}<!-- end -->"
 
     return MARKER.sub(filled, page)
 

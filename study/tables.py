@@ -18,6 +18,7 @@ from study.studies import SETTINGS, STUDIES, Arm, Records
 ERRORS = {"recalibrated ": "test_error_recalibrated", "training ": "train_error", "": "test_error"}
 STUCK = 80.0  # percent, of ten classes: a run that ends there did not train
 LEVEL = 0.05
+WITH_FIGURE, FIGURES = ("micro-batches",), "docs/figures"  # as README links to them
 # MBN-2 against BN, each setting once: of two studies that share runs, the one with more seeds
 PLACES = (
     ("small-batch-resnet20", 8),
@@ -192,18 +193,19 @@ class Values:
             cells.setdefault(arm.label, {})[name] = text
         return markdown(["arm", *SETTINGS], [[label, *found.values()] for label, found in cells.items()])
 
-    def readme(self) -> str:
-        """ResNet-20 at batch size 8, at the paper's learning rate and at one chosen for each norm."""
-        first, tuned = PLACES[0][0], PLACES[1][0]
-        head = ["CIFAR-10, ResNet-20, batch size 8", "learning rate 0.1: test error in %", "minus BN"]
-        head += ["learning rate chosen for each norm", "minus BN"]
-        rows = []
-        for arm in STUDIES[first].arms:
-            cells = [arm.label]
-            for name in (first, tuned):
-                cells += [self.error(name, arm.label), "–" if arm.label == "BN" else self.gap(name, arm.label, "BN")]
-            rows.append(cells)
-        return markdown(head, rows)
+    def shown(self, name: str, *ours: str) -> str:
+        """BN and some arms in every setting of a study, below the figure of the study if it has one."""
+        labels = ("BN", *ours)
+        arms = [arm for arm in STUDIES[name].arms if arm.label in labels]
+        places = dict(sorted({(arm.spec.batch_size, arm.spec.accumulate): arm.spec.batch for arm in arms}.items()))
+        errors = {(arm.label, arm.spec.batch): _sample(self._errors(arm, arm.error).values()) for arm in arms}
+        names = ("BN", "two-way") if len(ours) == 1 else labels
+        rows = [
+            [shown, *(errors[label, place] for place in places.values())]
+            for shown, label in zip(names, labels, strict=True)
+        ]
+        figure = f"![Test error against micro-batch size]({FIGURES}/{name}.svg)\n\n" if name in WITH_FIGURE else ""
+        return figure + markdown(["images × micro-batches per update", *places.values()], rows)
 
     # single numbers
 

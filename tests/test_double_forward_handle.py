@@ -38,6 +38,18 @@ def test_after_remove_the_training_forward_records_and_the_step_does_not():
     assert_remembers(model, batch(2))
 
 
+def test_its_repr_says_what_it_is_attached_to_and_how_far_it_is():
+    model = transparent_net()
+    optimizer = sgd(model)
+    handle = memnorm.double_forward(model, optimizer, every=2)
+    accumulate(model, batch(1))
+    optimizer.step()
+    state = "layers=1, optimizers=1, every=2, fraction=1, steps=1)"
+    assert repr(handle) == f"DoubleForward(attached to {type(model).__name__}, {state}"
+    handle.remove()
+    assert repr(handle) == f"DoubleForward(removed, {state}"
+
+
 @pytest.mark.parametrize("error", [None, ZeroDivisionError])
 def test_the_end_of_a_with_statement_removes_the_hooks(error):
     model = transparent_net()

@@ -94,6 +94,6 @@ def test_the_demo_takes_less_than_two_minutes_and_prints_every_arm(tmp_path):
     before = cpu_seconds()
     command = [sys.executable, "-m", "memnorm.lab", "demo"]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert all(f"{arm} " in result.stdout for arm in ("BN", "MBN-1", "MBN-2"))
+    assert all(f"{arm} " in result.stdout for arm in ("BN", "TWO-WAY", "MBN-2"))
     assert (tmp_path / "demo/report.html").exists()
     assert cpu_seconds() - before < 2 * 120  # on two CPU cores

@@ -60,6 +60,13 @@ def test_without_milestones_the_strength_is_constant():
     assert layer.strength.item() == 0.3
 
 
+def test_its_repr_has_milestones_in_steps_and_the_current_strength():
+    schedule = after(StrengthSchedule(memnorm.convert(small_net()), 10), 5)
+    assert repr(schedule) == (
+        "StrengthSchedule(total_steps=10, milestones=[4, 6], values=[0.1, 0.5, 0.9], last_step=5, strength=0.5)"
+    )
+
+
 def test_a_value_set_by_hand_stays_until_the_next_change():
     layer = memnorm.MemorizedBatchNorm1d(2)
     schedule = StrengthSchedule(layer, 10)

@@ -54,7 +54,7 @@ BROKEN = {
 
 def test_what_is_broken_breaks_the_build_and_is_named(docs, tmp_path):
     """Links to pages, headings and figures, a missing example, name or docstring, a page that no one can reach."""
-    page = docs / "beside.md"
+    page = docs / "which-norm.md"
     page.write_text("\n\n".join([page.read_text(), *BROKEN, ""]))
     (docs / "lost.md").write_text("# Lost\n")
     result = build(docs, tmp_path / "site")

@@ -1,4 +1,4 @@
-"""The figure of docs/how-it-works.md: the weights of the remembered batches, and the means that BN and MBN use.
+"""The figures of docs/how-it-works.md: what two-way memory averages; the weights of MBN and the means that it uses.
 
 Values come from the layer itself on numbers of Python's generator, in float64; the SVG holds no date and no random ids.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 import memnorm
 
@@ -33,6 +34,33 @@ def drawing(width: float, height: float) -> Iterator[tuple[Figure, Callable[[], 
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, lambda: "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+
+
+def two_way() -> str:
+    """The images behind the averages of forward and backward: large batch, micro-batch, micro-batch with memory."""
+    columns = (
+        ("a large batch", [ORANGE] * 8, "all 8 images"),
+        ("a micro-batch", [None] * 6 + [ORANGE] * 2, "2 images"),
+        ("with two-way memory", [BLUE] * 6 + [ORANGE] * 2, "2 images and the memory"),
+    )
+    rows = (("forward", "mean and variance of x"), ("backward", "means of g and of g·x̂"))
+    with drawing(8, 2.9) as (figure, made):
+        axes = figure.subplots()
+        axes.set(xlim=(-1.9, 11.4), ylim=(-0.3, 4.3), aspect="equal")
+        axes.axis("off")
+        for line, (direction, averaged) in enumerate(rows):
+            axes.text(-1.9, 2.6 - 2 * line, direction, fontweight="bold", va="center")
+            for place, (title, colours, seen) in enumerate(columns):
+                left = 4 * place
+                if line == 0:
+                    axes.text(left, 3.9, title, fontsize=10, fontweight="bold")
+                for index, colour in enumerate(colours):
+                    fill = {"edgecolor": GREY, "linestyle": ":", "fill": False} if colour is None else {"color": colour}
+                    faded = 0.35 + 0.5 * index / 6 if colour == BLUE else 1.0  # older batches weigh less
+                    corner = (left + 0.4 * index, 2.5 - 2 * line)
+                    axes.add_patch(Rectangle(corner, 0.32, 0.55, alpha=faded, linewidth=1, **fill))
+                axes.text(left, 1.98 - 2 * line, f"{averaged},\n{seen}", fontsize=8.5, va="center")
+    return made()
 
 
 def render() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mbn_figure import BLUE, GREY, drawing
 
-from memnorm.lab.bench.clock import Target, geometric_mean
+from memnorm.lab.bench.clock import Target
 
 
 def parts(record: dict[str, Any]) -> dict[str, str]:
@@ -59,7 +59,7 @@ def parts(record: dict[str, Any]) -> dict[str, str]:
         f"{where['kernels']}, commit {where['commit']}, {where['started'][:10]}. A copy moves "
         f"{layer['copy bandwidth'] / 1e9:.0f} GB/s.",
         "bounds": table(["what", "measured", "must be at most", "good", ""], bounds),
-        "layers": table([*layer_head, "of bandwidth"], layers),
+        "layers": table(layer_head, layers),
         "steps": table(step_head, steps),
         "rivals": table([title, "to BN", "quartiles"], rivals),
     }
@@ -72,22 +72,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def quartiles(row: dict[str, float]) -> str:
     return f"{row['low']:.2f} to {row['high']:.2f}"
-
-
-def sentence(record: dict[str, Any]) -> str:
-    """README's."""
-    ratios = [row["train"]["ratio"] for row in record["layer"]["shapes"]]
-    networks = [one for one in record["step"]["networks"] if one["model"] == "resnet20"]
-    found = {one["batch_size"]: {arm["name"]: arm["ratio"] for arm in one["arms"]} for one in networks}
-    steps = ", ".join(
-        f"{size}: {arms['two-way']:.2f}, {arms['MBN-1']:.2f} and {arms['MBN-2']:.2f}" for size, arms in found.items()
-    )
-    return (
-        f"Measured on {record['where']['machine']}, as ratios to torch's batch norm: a layer in training "
-        f"{geometric_mean(ratios):.2f} (geometric mean over {len(ratios)} shapes and layouts, {min(ratios):.2f} to "
-        f"{max(ratios):.2f}); a ResNet-20 step with two-way memory, MBN-1 and MBN-2, by batch size, {steps}. "
-        "[Performance](docs/performance.md) has the rest, with the noise and what misses its bound."
-    )
 
 
 def figures(record: dict[str, Any]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from memnorm.lab.training import Training
 ARMS = {
     "BN": {"norm": "bn"},
     "BN again": {"norm": "bn"},
-    "MBN-1": {"norm": "mbn", "scheme": "single"},
+    "two-way": {"norm": "two_way"},
     "MBN-2": {"norm": "mbn", "scheme": "double"},
 }
 

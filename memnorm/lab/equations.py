@@ -1,4 +1,4 @@
-"""The layers compared with the paper's equations: largest difference over whole trainings, in float64."""
+"""The layers compared with their equations: largest difference over whole trainings, in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,30 @@ class Check:
 
 
 def check() -> list[Check]:
-    return [*_layers(), *_algorithm_1()]
+    return [_two_way(), *_layers(), *_algorithm_1()]
+
+
+def _two_way() -> Check:
+    """Outputs and gradients of a two-way layer over batches that drift, with an update after every fourth."""
+    ours = memnorm.TwoWayBatchNorm2d(3, warmup=0, dtype=torch.float64)
+    literal = reference.ReferenceTwoWayBatchNorm(3)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+    largest = 0.0
+    for step, (batch, direction) in enumerate(_drifting((3, 3, 4, 4)), 1):
+        found = [_output_and_gradient(layer, batch, direction) for layer in (ours, literal)]
+        largest = max(largest, _difference(*found))
+        if step % 4 == 0:
+            optimizer.step()
+            literal.update()
+    return Check(f"two-way layer, {STEPS} micro-batches, 4 per update", largest)
+
+
+def _drifting(shape: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches whose mean and spread grow, each with a gradient."""
+    random = torch.Generator().manual_seed(0)
+    for step in range(STEPS):
+        batch = torch.randn(shape, generator=random, dtype=torch.float64) * (1 + step / 10) + step / 5
+        yield batch, torch.randn(shape, generator=random, dtype=torch.float64)
 
 
 def _layers() -> Iterator[Check]:
@@ -40,23 +63,24 @@ def _layers() -> Iterator[Check]:
         for memory_size in MEMORY_SIZES:
             ours = make(3, memory_size=memory_size, dtype=torch.float64)
             paper = reference.ReferenceBatchNorm(3, memory_size=memory_size)
-            random = torch.Generator().manual_seed(0)
-            for step in range(STEPS):
+            for step, (batch, direction) in enumerate(_drifting(shape)):
                 paper.strength = (0.1, 0.5, 0.9)[3 * step // STEPS]
                 ours.set_strength(paper.strength)
-                batch = torch.randn(shape, generator=random, dtype=torch.float64) * (1 + step / 10) + step / 5
-                direction = torch.randn(shape, generator=random, dtype=torch.float64)
                 largest = max(largest, _difference(_answers(ours, batch, direction), _answers(paper, batch, direction)))
-        yield Check(f"{kind} layer, memory of 1, 2, 20 and all batches, {STEPS} steps", largest)
+        yield Check(f"MBN, {kind} layer, memory of 1, 2, 20 and all batches, {STEPS} steps", largest)
 
 
 def _answers(layer: nn.Module, batch: Tensor, direction: Tensor) -> list[Tensor]:
     """Output, gradient, and output in eval mode."""
-    x = batch.clone().requires_grad_()
-    y = layer.train()(x)
-    (gradient,) = torch.autograd.grad(y, x, direction)
+    found = _output_and_gradient(layer.train(), batch, direction)
     with torch.no_grad():
-        return [y.detach(), gradient, layer.eval()(batch)]
+        return [*found, layer.eval()(batch)]
+
+
+def _output_and_gradient(layer: nn.Module, batch: Tensor, direction: Tensor) -> list[Tensor]:
+    x = batch.clone().requires_grad_()
+    y = layer(x)
+    return [y.detach(), *torch.autograd.grad(y, x, direction)]
 
 
 def _difference(ours: list[Any], paper: list[Any]) -> float:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -376,25 +376,39 @@ def test_info_tells_versions_threads_kernels_and_data_root(call, tmp_path):
     assert "torch" in call("info")[1]
 
 
-def test_demo_reports_equations_cost_and_comparison(call, tmp_path, monkeypatch):
+def test_demo_shows_the_plot_first_then_equations_and_cost(call, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_command, "SEEDS", 2)
-    monkeypatch.setattr(demo_command, "IMAGES", 24)
+    monkeypatch.setattr(demo_command, "IMAGES", 32)
     monkeypatch.setattr(demo_command, "cores", lambda: 0)
     code, out, _ = call("demo")
     assert code == 0
     difference = float(re.search(r"Largest difference found: (\S+)\.\s", out)[1])
     assert difference < 1e-12
     assert re.search(r"^MBN-2 +[\d.]+ +[\d.]+ +[\d.]+ to [\d.]+$", out, re.MULTILINE)
-    assert re.search(r"^MBN-2 +4 .*\(n = 2\)", out, re.MULTILINE)
-    assert "memnorm compare" in out
+    assert re.search(r"^two-way +[\d.]+ +[\d.]+ +[\d.]+ to [\d.]+$", out, re.MULTILINE)
+    for norm, size in product(("BN", "TWO-WAY"), (1, 2, 4, 16)):
+        assert re.search(rf"^{norm} +{size} .*\(n = 2\)", out, re.MULTILINE)
+    bars = re.findall(r"^(?:\d+)? +(BN|TWO-WAY) +(█*) ([\d.]+) %$", out, re.MULTILINE)
+    assert [norm for norm, _, _ in bars] == ["BN", "TWO-WAY"] * 4
+    longest = max(float(error) for _, _, error in bars)
+    assert all(abs(len(bar) - 50 * float(error) / longest) < 1 for _, bar, error in bars)
+    assert f"micro-batches of 1: BN {bars[0][2]} %, TWO-WAY {bars[1][2]} %; " in out
+    assert out.index("█") < out.index("Largest difference found") < out.index("ms per step", out.index("Largest"))
+    assert "docs/evidence.md" in out
     page = (tmp_path / "demo/report.html").read_text()
-    assert "<svg" in page
+    assert page.count("<svg") == 1
     first = page[page.index('id="section-1"') : page.index('id="section-2"')]
-    assert "Live comparison" in first
+    assert first.index("<svg") < first.index("Mean test error with micro-batches of 1")
+    assert "micro-batch size" in first
     assert re.search(r"\(n = 2\)", first)
     assert page.index("(n = 2)") < page.index("<dt>Software</dt>")
     markdown = (tmp_path / "demo/report.md").read_text()
-    assert markdown.index("(n = 2)") < markdown.index("- Software: ")
+    assert markdown.index(".svg)") < markdown.index("Mean test error") < markdown.index("- Software: ")
+    assert markdown.count(".svg)") == 1
+    specs = [RunSpec.from_yaml(path.read_text()) for path in (tmp_path / "demo/runs").glob("*/spec.yaml")]
+    assert {(one.batch_size, one.images_per_step, one.iterations) for one in specs} == {
+        (size, 16, 2) for size in (1, 2, 4, 16)
+    }
 
 
 def without_the_lab_s_packages(*words):

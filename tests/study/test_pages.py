@@ -17,7 +17,7 @@ from memnorm.lab.spec import RunSpec
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # behind the installed package
 from study import pages, run  # noqa: E402
-from study.studies import STUDIES, Arm, Study  # noqa: E402
+from study.studies import STUDIES, Arm, Study, following  # noqa: E402
 from study.tables import Values  # noqa: E402
 
 FIRST, TUNED = "small-batch-resnet20", "small-batch-resnet20-tuned"
@@ -62,7 +62,7 @@ def test_a_changed_record_changes_the_pages(records):
 def test_measured_numbers_stand_between_markers(page, columns):
     """Hand-written numbers with decimals are settings or printed in the paper."""
     text = pages.MARKER.sub("", (ROOT / f"docs/{page}.md").read_text())
-    known = {"0.1", "0.5", "0.9", "0.25", "3.2", "4.27"}
+    known = {"0.1", "0.5", "0.9", "0.25", "15.37", "19.64"}
     if page == "claims":
         text = "".join("|".join(line.split("|")[columns]) for line in text.splitlines() if line.startswith("| "))
     assert set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", text)) <= known
@@ -79,6 +79,7 @@ def test_the_tests_that_the_claims_name_exist():
     ("text", "problem"),
     [
         ("<!-- found all -->7<!-- end --> settings", "begins a line"),
+        ("- In\n  <!-- found all -->7<!-- end --> settings", "begins a line"),
         ("In <!-- fuond all -->7<!-- end --> settings", "no such value"),
         ("By <!-- gap tiny-batch-resnet8; MABN; BN -->7<!-- end --> points", "3 arms MABN"),
     ],
@@ -195,3 +196,17 @@ def test_a_study_that_was_killed_resumes(tmp_path):
         ("group", 0, 0.1, 0),
         ("bn", 0, 0.1, 1),
     ]
+
+
+def test_the_first_table_of_readme_has_bn_and_two_way_and_becomes_the_figure_with_its_study(stored, monkeypatch):
+    found = Values(stored, {})
+    lines = found.shown("defaults", "decay 0.9, weights").splitlines()
+    assert lines[0] == "| images × micro-batches per update | 2 | 2 × 16 | 8 | 32 |"
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| BN", "| two-way"]
+    settings = {line.split(" | ")[0]: line.split(" | ") for line in found.settings().splitlines()}
+    assert [cell.split()[0] for cell in lines[3].split(" | ")[1:]] == [
+        settings["| decay 0.9, weights"][index].split()[0] for index in (2, 1, 3, 4)
+    ]
+    monkeypatch.setitem(STUDIES, "micro-batches", following({}, {})["micro-batches"])
+    switched = pages.fill("<!-- shown micro-batches; two-way -->\n<!-- end -->\n", found)
+    assert "](docs/figures/micro-batches.svg)\n\n| images × micro-batches per update | 1 × 32 | 2 × 16 |" in switched

@@ -114,12 +114,13 @@ class ScaleView:
 
 @dataclass(frozen=True)
 class Section:
-    """Paragraphs and a table that the caller adds at the top. Plain text; it is escaped."""
+    """A figure, paragraphs and a table that the caller adds at the top. Plain text; it is escaped."""
 
     title: str
     paragraphs: Sequence[str] = ()
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
+    figure: str = ""  # the name of a comparison, whose figure is then shown here only
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,11 @@ class Page:
     comparisons: tuple[Comparison, ...]
     groups: tuple[Group, ...]
     problems: tuple[str, ...]
+
+    @property
+    def shown_above(self) -> set[str]:
+        """The comparisons whose figures stand in a section."""
+        return {section.figure for section in self.sections}
 
 
 def collect(

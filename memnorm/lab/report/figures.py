@@ -228,15 +228,16 @@ def _against_batch_size(
     ticks = [(float(index), str(size)) for index, size in enumerate(sizes)]
     what = "held-out error (%)" if comparison.groups[0][1].spec.holdout else "test error (%)"
     what = what.replace(" (%)", ", recalibrated (%)") if comparison.recalibrated else what
-    svg = draw(Plot(lines, "batch size", what, limits, ticks=ticks))
-    panel = Panel("", svg, f"{what} against batch size. {'; '.join(ends)}.")
+    size = "micro-batch size" if any(group.spec.accumulate > 1 for _, group in comparison.groups) else "batch size"
+    svg = draw(Plot(lines, size, what, limits, ticks=ticks))
+    panel = Panel("", svg, f"{what} against {size}. {'; '.join(ends)}.")
     caption = ["Dots: mean error at the last evaluation, with a bar of one standard deviation; small dots: seeds."]
     caption += [
         f"×\u00a0{label} diverged in {len(group.having('diverged'))} of {len(group.runs)} seeds at batch size "
         f"{group.spec.batch_size}."
         for label, group in failed
     ]
-    return Picture(comparison.name, "Error against batch size", " ".join(caption), (panel,))
+    return Picture(comparison.name, f"Error against {size}", " ".join(caption), (panel,))
 
 
 def _sample(group: Group, recalibrated: bool) -> Sample | None:

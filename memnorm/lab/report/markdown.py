@@ -38,6 +38,7 @@ def _lines(page: Page, pictures: Mapping[str, Picture]) -> Iterator[str]:
         yield f"- Not read: {plain(problem)}"
     for section in page.sections:
         yield f"\n## {plain(section.title)}\n"
+        yield from _figure(section.figure, pictures, "")
         for paragraph in section.paragraphs:
             yield f"{plain(paragraph)}\n"
         if section.rows:
@@ -45,7 +46,7 @@ def _lines(page: Page, pictures: Mapping[str, Picture]) -> Iterator[str]:
             yield ""
     for chapter in present.chapters(page):
         yield f"\n## {plain(chapter.title)}\n"
-        yield from _chapter(chapter, pictures)
+        yield from _chapter(chapter, pictures, page.shown_above)
     yield "\n## How each number was obtained\n"
     yield from (f"- {plain(name)}: {plain(value)}" for name, value in page.facts)
     yield ""
@@ -53,7 +54,7 @@ def _lines(page: Page, pictures: Mapping[str, Picture]) -> Iterator[str]:
     yield from _account(page)
 
 
-def _chapter(chapter: present.Chapter, pictures: Mapping[str, Picture]) -> Iterator[str]:
+def _chapter(chapter: present.Chapter, pictures: Mapping[str, Picture], shown_above: set[str]) -> Iterator[str]:
     if chapter.scale is not None:
         if chapter.empty and chapter.scale.scale == "paper":
             yield f"{plain(present.NOTHING_AT_PAPER_SCALE)}\n"
@@ -63,10 +64,12 @@ def _chapter(chapter: present.Chapter, pictures: Mapping[str, Picture]) -> Itera
         for figure in chapter.scale.figures:
             yield from _figure(figure.name, pictures, present.absent(figure))
     for comparison in chapter.comparisons:
-        yield from _comparison(comparison, pictures)
+        yield from _comparison(comparison)
+        if comparison.name not in shown_above:
+            yield from _figure(comparison.name, pictures, "", "####")
 
 
-def _comparison(comparison: Comparison, pictures: Mapping[str, Picture]) -> Iterator[str]:
+def _comparison(comparison: Comparison) -> Iterator[str]:
     yield f"### {plain(comparison.title)}\n"
     yield f"{plain(comparison.about)}\n"
     if comparison.verdict:
@@ -85,7 +88,6 @@ def _comparison(comparison: Comparison, pictures: Mapping[str, Picture]) -> Iter
         yield f"{plain(present.TESTS_CAPTION)}\n"
         yield from table(TEST_HEADER, [one.cells for one in comparison.verdict.shown])
         yield ""
-    yield from _figure(comparison.name, pictures, "", "####")
 
 
 def _paper_table(shown: present.ShownTable) -> Iterator[str]:
