@@ -1,4 +1,6 @@
-"""Run every test, including the slow ones, and record the result: `make test-full`."""
+"""Run tests and record the result: every one, including the slow ones (`make test-full`), or with the argument "core"
+the quick ones of the layers, for a version of torch (`make test-torch`).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ def output(*command: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def main() -> int:
+def main(core: bool) -> int:
     start = time.monotonic()
-    pytest = [str(Path(sys.executable).parent / "pytest"), "-n", "2", "-m", "slow or not slow"]
-    environment = {**os.environ, "MEMNORM_ALL_LIBRARIES": "1"}  # a library that is missing fails instead of skipping
+    pytest, environment = [str(Path(sys.executable).parent / "pytest"), "-n", "2"], dict(os.environ)
+    if core:
+        pytest += ["tests", "--ignore=tests/lab", "--ignore=tests/study"]
+    else:
+        pytest += ["-m", "slow or not slow"]
+        environment["MEMNORM_ALL_LIBRARIES"] = "1"  # a library that is missing fails instead of skipping
     with subprocess.Popen(pytest, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         lines = []
@@ -44,9 +50,12 @@ def main() -> int:
         "torch": torch.__version__,
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     }
-    (ROOT / "results/test-full.json").write_text(json.dumps(record, indent=1) + "\n")
+    path = ROOT / "results" / ("test-torch.json" if core else "test-full.json")
+    if core:
+        record = {**json.loads(path.read_text()), torch.__version__.partition("+")[0]: record}
+    path.write_text(json.dumps(record, indent=1) + "\n")
     return subprocess.run([sys.executable, "tools/docs.py"], cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(core=sys.argv[1:] == ["core"]))

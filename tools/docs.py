@@ -32,6 +32,7 @@ def render() -> dict[Path, str]:
     """Every generated file and its text."""
     costs, bench, made = measurements("norm-costs"), measurements("bench"), pages.render()
     parts = {
+        "README.md": {"torch": with_torch(measurements("test-torch"))},
         "docs/recipes.md": {
             "distributed": in_processes(measurements("distributed")),
             "ecosystem": in_ecosystem(measurements("ecosystem")),
@@ -64,6 +65,15 @@ def fill(page: str, texts: Mapping[str, str]) -> str:
         if places != 1:
             raise SystemExit(f"{places} places for generated text from {begin} to {end}; there must be one")
     return page
+
+
+def with_torch(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row for each version of torch that the tests of the layers have run with."""
+    rows = [
+        (version, record["result"], record["date"])
+        for version, record in sorted(records.items(), key=lambda one: [int(part) for part in one[0].split(".")])
+    ]
+    return table(["PyTorch", "tests of the layers", "date"], rows)
 
 
 def in_processes(record: Mapping[str, Any]) -> str:
