@@ -77,6 +77,10 @@ def _not_implemented(spec: RunSpec, network: nn.Module) -> Iterator[str]:
         yield f"norm options {spec.norm_options}"
     if spec.scheme == "double" and (spec.every, spec.fraction) != (1, 1.0):
         yield f"every={spec.every}, fraction={spec.fraction:g}"
+    if spec.optimizer != "sgd":
+        yield f"the optimizer {spec.optimizer}"
+    if spec.pretrained:
+        yield "pretrained weights"
     if spec.processes > 1:
         yield f"{spec.processes} processes"
     if any(isinstance(module, nn.Dropout) and module.p for module in network.modules()):

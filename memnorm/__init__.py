@@ -18,6 +18,7 @@ from memnorm import schedule as schedule
 from memnorm._convert import convert, summary
 from memnorm._diagnose import diagnose
 from memnorm._double_forward import DoubleForward, double_forward
+from memnorm._monitor import monitor
 from memnorm.centering import center
 from memnorm.errors import MemnormError, MemnormWarning
 from memnorm.estimate import adapt, recalibrate
@@ -46,6 +47,7 @@ __all__ = [
     "convert",
     "diagnose",
     "double_forward",
+    "monitor",
     "plain_state_dict",
     "recalibrate",
     "recording",

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from memnorm._torch import tree_leaves
 from memnorm.errors import NothingToRecord, OptionError, check_callable, is_whole
 from memnorm.estimate import (
     Forward,
@@ -140,9 +140,9 @@ def _observed_outputs(
 
 def _layer_diagnosis(name: str, layer: Any, per_batch: list[Moments], in_eval: list[Moments]) -> LayerDiagnosis:
     kept, population = for_layer(layer, reduce(merge, per_batch)), reduce(merge, in_eval)
-    noise = [_distance(for_layer(layer, moments), kept, layer.eps) for moments in per_batch]
+    noise = [distance(for_layer(layer, moments), kept, layer.eps) for moments in per_batch]
     running = Moments(layer.running_mean.to(population.mean), layer.running_var.to(population.var), 0.0)
-    stale = _distance(running, for_layer(layer, population), layer.eps)
+    stale = distance(running, for_layer(layer, population), layer.eps)
     values = sum(float(moments.weight) for moments in per_batch) / len(per_batch)
     gap = _gap(layer, per_batch, running)
     return LayerDiagnosis(name, type(layer).__name__, values, rms(noise), rms([stale]), gap)
@@ -165,7 +165,7 @@ def _training_moments(layer: Any, batch: Moments) -> Moments | None:
     return merge(Moments(memory.mean.to(batch.mean), memory.var.to(batch.var), memory.weight), batch)
 
 
-def _distance(a: Moments, b: Moments, eps: float) -> Tensor:
+def distance(a: Moments, b: Moments, eps: float | Tensor) -> Tensor:
     """Per channel, √(shift² + ratio²), with the shift between the means in standard deviations and the logarithm of the
     ratio of the standard deviations.
     """

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from memnorm._torch import current_graph_task_id, queue_callback, tree_leaves
 from memnorm.capture import Backward, Batch, Hook, Status, drop_inert_hooks
 from memnorm.errors import (
     DTypeError,
@@ -94,6 +93,11 @@ class DoubleForward:
         scaler: Any,
         max_pending: int,
     ) -> None:
+        if queue_callback is None:
+            raise MemnormError(
+                f"double_forward: torch {torch.__version__} does not say when a backward ends (queue_callback). Use "
+                'memnorm.convert(model, "two_way"), which needs no second forward, or another version of torch.'
+            )
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         _check_arguments(model, optimizers, every, fraction, max_pending)
         self.every, self.fraction, self.max_pending, self.scaler = every, fraction, max_pending, scaler
@@ -232,11 +236,12 @@ class DoubleForward:
         """Note that backward has reached the output of `batch`. If there is no gradient at this moment, the gradients
         of earlier batches were cleared.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task not in self._backwards:
             self._drop_cleared()
             self._backwards[task] = Backward(list(self._gradients()))
-            Variable._execution_engine.queue_callback(lambda: self._after_backward(task))
+            assert queue_callback is not None
+            queue_callback(lambda: self._after_backward(task))
         batch.advance(Status.DIFFERENTIABLE if torch.is_grad_enabled() else Status.REACHED)
         self._backwards[task].batches.append(batch)
 

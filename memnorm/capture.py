@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from memnorm._torch import tree_map
 from memnorm.errors import OptionError
 from memnorm.layers import Recording
 from memnorm.replay import ForwardContext, ModuleLists

@@ -15,11 +15,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from memnorm._torch import disable_dynamo
 from memnorm.errors import NothingToConvert, OptionError, check_module
 from memnorm.kernels import cpu
 
@@ -161,7 +161,7 @@ def _watch_weights() -> None:
     register_optimizer_step_post_hook(_follow_weights)
 
 
-@_disable_dynamo
+@disable_dynamo
 def _follow_weights(*_step: Any) -> None:
     """Centre weights that have been replaced, as by `load_state_dict(assign=True)`, or unfrozen."""
     for layer in _centred_layers:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from memnorm.collective import KeptGroup, gathered, group_of_ranks
 from memnorm.errors import DTypeError, MemnormError, NothingToRecord, OptionError, check_module
-from memnorm.functional import Moments, pool
+from memnorm.functional import Moments, as_scalar, pool
 from memnorm.layers import MemorizedBatchNorm
 from memnorm.modules import modules_of
 
@@ -91,8 +91,9 @@ def exchange_memory(model: nn.Module, optimizer: Optimizer, *, group: Any = None
     and begins with that of rank 0.
 
     Two-way layers also share the means of backward, with 2C + 2 more numbers, and the weight of an entry is the number
-    of all its values: the memory describes the large batch of all ranks. They then cannot be compiled with
-    `fullgraph=True`.
+    of all its values: the memory describes the large batch of all ranks. With `decay=None` a rank counts its own images
+    per update, so batches must be equally large on all ranks for equal memories. These layers cannot be compiled with
+    `fullgraph=True` during an exchange.
 
     Args:
         model: the trained module, wrapped or not.
@@ -228,7 +229,7 @@ def _packed(layer: MemorizedBatchNorm, name: str) -> Tensor:
         return layer.running_mean.new_zeros(2 * layer.num_features + 2)
     mean_KC, var_KC = torch.stack([one.mean for one in batches]), torch.stack([one.var for one in batches])
     finite_K = (mean_KC.isfinite() & var_KC.isfinite()).all(1)
-    count_K = finite_K * torch.stack([mean_KC.new_tensor(one.weight) for one in batches])
+    count_K = finite_K * torch.stack([as_scalar(one.weight, mean_KC.dtype, mean_KC.device) for one in batches])
     mean_KC, var_KC = mean_KC.where(finite_K[:, None], 0), var_KC.where(finite_K[:, None], 0)
     union = _union(mean_KC, var_KC, count_K, layer.outgoing[name])
     return torch.cat([union.mean, union.var, torch.stack([count_K.sum(), finite_K.sum()])]).nan_to_num(0.0)

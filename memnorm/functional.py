@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional as F
 
+from memnorm._torch import SingleLevelFunction
 from memnorm.errors import InputError
 from memnorm.kernels import cpu, cuda
 
@@ -199,11 +199,11 @@ def with_gradient(
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
     ):
-        y = _Kernels.apply(x, weight, bias, residual, (y, saved, relu, eps, backward))  # type: ignore[attr-defined]
+        y = _Kernels.apply(x, weight, bias, residual, (y, saved, relu, eps, backward))
     return y
 
 
-class _Kernels(_SingleLevelFunction):
+class _Kernels(SingleLevelFunction):
     """The layer on the CPU kernels: one node that saves its input and six vectors of C numbers.
 
     Not an `autograd.Function`, whose `apply` prepares for functorch: that takes as long as a small layer, and `takes`
@@ -238,7 +238,8 @@ class _Kernels(_SingleLevelFunction):
         return *[one if wanted else None for one, wanted in zip(results, wants, strict=False)], None
 
 
-_Kernels._backward_cls.apply = _Kernels.backward  # type: ignore[attr-defined]  # torch's own looks for it each time
+if hasattr(_Kernels, "_backward_cls"):  # torch's own looks for it each time
+    _Kernels._backward_cls.apply = _Kernels.backward
 _NO_MEMORY = (None, False, False)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memnorm._torch import foreach_copy_
 from memnorm.collective import KeptGroup, check_sync, group_of_ranks, joint_moments, normalize_jointly
 from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole, warn
 from memnorm.functional import (
@@ -258,7 +259,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             memory = self._read(count, reads_at_once(input, self.running_mean))
         backward = self._backward_memory(None)
         output, batch = normalize_with_memory(input, self.weight, self.bias, memory, self.eps, backward)
-        self._after_forward(batch, memory, compiling, replaying)
+        self._after_forward(input, batch, memory, compiling, replaying)
         return output
 
     def _forward_jointly(self, x: Tensor, group: Any) -> Tensor:
@@ -279,16 +280,16 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             memory = self._read(batch.weight)
         backward = self._backward_memory(None)
         output = normalize_jointly(x, self.weight, self.bias, batch, memory, self.eps, group, backward)
-        self._after_forward(batch, memory, compiling, replaying)
+        self._after_forward(x, batch, memory, compiling, replaying)
         return output
 
-    def _after_forward(self, batch: Moments, memory: Moments, compiling: bool, replaying: bool) -> None:
+    def _after_forward(self, x: Tensor, batch: Moments, memory: Moments, compiling: bool, replaying: bool) -> None:
         if replaying:
             return
         if not compiling:
             self._kept_readings.keep(batch, memory)
         if self.recording:
-            self._record(batch)
+            self._record(batch, x)
 
     def _backward_memory(self, _handle: Any) -> BackwardMemory | None:
         """What the backward of this forward remembers of earlier ones; the paper's layer remembers nothing."""
@@ -354,8 +355,8 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         evenly = self.momentum is None
         return self._decay_per_batch, self.prior_weight, self.prior_from_init and not evenly, evenly
 
-    def _record(self, batch: Moments) -> None:
-        """Remember a batch, at the next exchange if the memory is exchanged between processes."""
+    def _record(self, batch: Moments, _x: Tensor) -> None:
+        """Remember the batch of the input `x`, at the next exchange if the memory is exchanged between processes."""
         if self._outgoing is not None and self.momentum is not None:
             self._outgoing.append(batch)
         else:
@@ -391,7 +392,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         old: list[Any] = [self._buffers[name] for name in (POOLED + SLOTS if slots else POOLED)]
         new = [torch.where(finite, value, buffer) for value, buffer in zip((*pooled, *slots), old, strict=True)]
         # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU, which running_weight may be.
-        torch._foreach_copy_(old, new)
+        foreach_copy_(old, new)
         self.num_batches_tracked.add_(finite)
 
     def _slots_after(self, batch: Moments, weight: Tensor) -> tuple[Tensor, ...]:

@@ -20,6 +20,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils import checkpoint
 
+from memnorm._torch import (
+    current_graph_task_id,
+    is_fwd_grad_enabled,
+    next_sequence_number,
+    sequence_number_of_node,
+    top_saved_tensors_hooks,
+)
 from memnorm.errors import MemnormError
 from memnorm.functional import Moments
 
@@ -28,7 +35,7 @@ BOUND = 64
 
 def inside_backward() -> bool:
     """Return True if autograd recomputes this forward. A replay after a step inside backward is not a recomputation."""
-    return torch._C._current_graph_task_id() != -1 and not not_recomputed.depth
+    return current_graph_task_id() != -1 and not not_recomputed.depth
 
 
 class _NotRecomputed(threading.local):
@@ -50,12 +57,12 @@ def inside_function() -> bool:
     """Return True inside the forward of a custom `autograd.Function`, as with `checkpoint(use_reentrant=True)`: grad
     mode and forward-mode AD are both off there.
     """
-    return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+    return not (torch.is_grad_enabled() or is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def may_be_recomputed() -> bool:
     """Return True if the running forward may be recomputed in backward."""
-    return inside_function() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return inside_function() or top_saved_tensors_hooks(True) is not None
 
 
 class Reading(NamedTuple):
@@ -83,7 +90,7 @@ class Readings:
 
     def keep(self, batch: Moments, memory: Moments) -> None:
         """Keep a reading if the running forward may be recomputed."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = top_saved_tensors_hooks(True)
         if inside_function():
             shelf, bounded = self._without_graph, True
         elif hooks is not None:
@@ -95,7 +102,7 @@ class Readings:
         mean, var, weight = memory
         kept = torch.tensor(weight, dtype=torch.float64) if isinstance(weight, float) else weight.clone()
         copied = Moments(mean.clone(), var.clone(), kept)
-        shelf.append(Reading(torch._C._autograd._get_sequence_nr(), batch, copied))
+        shelf.append(Reading(next_sequence_number(), batch, copied))
         if bounded and len(shelf) > BOUND:
             self._last_dropped = shelf.popleft().sequence
 
@@ -117,8 +124,7 @@ class Readings:
         """All readings that may belong to this recomputation, beginning with the most likely by the order of autograd
         nodes.
         """
-        node = torch._C._current_autograd_node()
-        sequence = -1 if node is None else node._sequence_nr()
+        sequence = sequence_number_of_node()
         self._count_replay(sequence)
         # A reentrant checkpoint's node is older than its segment; a non-reentrant one recomputes for a node of its
         # segment.
@@ -139,6 +145,6 @@ class Readings:
 
     def _count_replay(self, sequence: int) -> None:
         """Count the forwards that the current autograd node has recomputed before this one."""
-        replay = (torch._C._current_graph_task_id(), sequence)
+        replay = (current_graph_task_id(), sequence)
         self._replayed = self._replayed + 1 if replay == self._replay else 0
         self._replay = replay

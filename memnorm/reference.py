@@ -6,6 +6,7 @@ hand; autograd computes the gradient. `docs/equations.md` maps the symbols to th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -106,33 +107,42 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, 
 class ReferenceTwoWayBatchNorm(nn.Module):
     """Two-way memorized batch norm with everything kept: the values x of each batch, and the g and x̂ of each backward.
 
-    Each entry has the weight `strength · decay^age`, with the age in updates (call `update()` after each). Sums run
-    over all kept values; nothing is pooled.
+    Each entry has the weight `strength` times the decays of all updates since (call `update()` after each). With
+    `decay=None` an update on m images has the decay max(1/2, 1 − 1/4 · √(m / 32)). Sums run over all kept values;
+    nothing is pooled.
     """
 
-    def __init__(self, num_features: int, *, decay: float = 0.9, strength: float = 1.0, eps: float = 1e-5) -> None:
+    def __init__(
+        self, num_features: int, *, decay: float | None = None, strength: float = 1.0, eps: float = 1e-5
+    ) -> None:
         super().__init__()
         self.decay, self.strength, self.eps = decay, strength, eps
         self.weight = nn.Parameter(torch.ones(num_features, dtype=torch.float64))
         self.bias = nn.Parameter(torch.zeros(num_features, dtype=torch.float64))
         self.updates = 0
+        self.images = [0]  # of each update; the last entry counts those since the last update
         self.forwards: list[tuple[int, Tensor]] = []  # (update, x) with x (n, C)
         self.backwards: list[tuple[int, Tensor, Tensor]] = []  # (update, g, x̂)
 
     def alpha(self, update: int) -> float:
-        return self.strength * self.decay ** (self.updates - update)
+        return self.strength * math.prod(map(self.decay_after, self.images[update : self.updates]))
+
+    def decay_after(self, images: int) -> float:
+        return max(1 / 2, 1 - 1 / 4 * math.sqrt(images / 32)) if self.decay is None else self.decay
 
     def forward(self, x: Tensor) -> Tensor:
         current = values_per_channel(x.detach())
         batches = [*(batch for _, batch in self.forwards), current]
         mean, var = memorized_moments(batches, [*(self.alpha(update) for update, _ in self.forwards), 1.0])
         self.forwards.append((self.updates, current))
+        self.images[-1] += len(x)
         y: Tensor = _LargeBatchGradient.apply(x, self.weight, self.bias, mean, var, self)
         return y
 
     def update(self) -> None:
         """The weights have changed."""
         self.updates += 1
+        self.images.append(0)
 
 
 class _LargeBatchGradient(torch.autograd.Function):

@@ -9,10 +9,10 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from memnorm._torch import disable_dynamo
 from memnorm.errors import DTypeError, NothingToRecord, OptionError, check_module, is_whole, warn
 from memnorm.layers import MemorizedBatchNorm, check_strength
 from memnorm.milestones import in_steps
@@ -142,7 +142,7 @@ def _install_hook() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-@_disable_dynamo
+@disable_dynamo
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Check the layers that this optimizer trains and that have recorded their first batches."""
     if not _unchecked or has_skipped(optimizer):

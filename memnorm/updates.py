@@ -20,13 +20,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
-from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 
+from memnorm._torch import current_graph_task_id, disable_dynamo, foreach_mul_, loss_scale, queue_callback, tree_leaves
 from memnorm.kernels import cpu
 from memnorm.modules import has_skipped
 
@@ -49,7 +47,7 @@ def _install_hooks() -> None:
     GradScaler.scale = _noticed(GradScaler.scale)  # type: ignore[method-assign]
 
 
-@_disable_dynamo  # a compiled step would lose what is written here
+@disable_dynamo  # a compiled step would lose what is written here
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if optimizer in _counted_early:
         _counted_early.discard(optimizer)
@@ -79,12 +77,33 @@ def count_update(layers: list[TwoWayBatchNorm]) -> None:
     """Fade the memories of these layers, because the weights have changed. One call for all, because it runs at every
     step.
     """
+    for layer in layers:
+        if layer._outgoing_backward:
+            layer._fade_outgoing()  # while the images are counted
     if layers and not cpu.fade([(layer._handle, layer._buffers, layer.decay) for layer in layers]):
-        buffers: list[Any] = [layer._buffers for layer in layers]
-        weights = [one[name] for one in buffers for name in ("running_weight", "backward_weight")]
-        torch._foreach_mul_(weights, [layer.decay for layer in layers for _ in range(2)])
+        _fade_in_torch(layers)
     for layer in layers:
         layer._after_update()
+
+
+def decay_by_images(images: Tensor, dtype: torch.dtype) -> Tensor:
+    """The default decay of an update on so many images: max(1/2, 1 − 1/4 · √(images / 32))."""
+    return (1 - (images.to(dtype) / 32).sqrt() / 4).clamp(min=0.5)
+
+
+def _fade_in_torch(layers: list[TwoWayBatchNorm]) -> None:
+    """As `cpu.fade`, without reading the device. Layers of one device, dtype and decay share the operations."""
+    alike: dict[Any, list[Any]] = {}
+    for layer in layers:
+        buffers: Any = layer._buffers
+        weight = buffers["running_weight"]
+        alike.setdefault((weight.device, weight.dtype, layer.decay), []).append(buffers)
+    for (_, dtype, decay), group in alike.items():
+        images = [buffers["num_images"] for buffers in group]
+        weights = [buffers[name] for name in ("running_weight", "backward_weight") for buffers in group]
+        decays = decay_by_images(torch.stack(images), dtype).unbind() if decay is None else [decay] * len(group)
+        foreach_mul_(weights, [*decays, *decays])
+        foreach_mul_(images, [0] * len(group))
 
 
 def count_backward(layer: TwoWayBatchNorm) -> None:
@@ -93,7 +112,10 @@ def count_backward(layer: TwoWayBatchNorm) -> None:
     """
     number = layer._backwards_alone + 1
     if number & (number - 1) == 0:
-        held, own = _held_by_optimizers(torch._C._current_graph_task_id()), layer._own_parameters()
+        task = current_graph_task_id()
+        if task == -1:  # torch does not say which backward this is
+            _held_by_optimizers.cache_clear()
+        held, own = _held_by_optimizers(task), layer._own_parameters()
         if any(id(one) in held for one in own) if own else held:
             layer.__dict__["_has_optimizer"] = True
             return
@@ -134,14 +156,15 @@ class _ScaledBackward:
         self._task = -1
 
     def enter(self, scaler: GradScaler) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if self.scale is not None and self._task == task:  # another output of the same backward
             return
         self.leave()
-        scale = torch.as_tensor(scaler._scale).detach().clone()
+        scale = loss_scale(scaler)
         self.scale, self._task = torch.where(scale > 0, scale, 1.0), task  # 0: the scaler has given up
         self._multiply(self.scale)
-        Variable._execution_engine.queue_callback(self.leave)
+        if queue_callback is not None:
+            queue_callback(self.leave)
 
     def leave(self) -> None:
         """Also called before a layer's memory is used or saved: a backward that raises has no end."""
@@ -157,7 +180,7 @@ class _ScaledBackward:
                 vector: Any = layer._buffers[name]
                 vectors.setdefault((vector.device, vector.dtype), []).append(vector.data)
         for (device, dtype), group in vectors.items():
-            torch._foreach_mul_(group, factor.to(device, dtype))
+            foreach_mul_(group, factor.to(device, dtype))
 
 
 scaled_backward = _ScaledBackward()

@@ -5,6 +5,7 @@ A list is committed before its first run and is not changed afterwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -174,23 +175,46 @@ def defaults() -> list[Arm]:
     return [replace(one, spec=setting(name, one.spec)) for name in SETTINGS for one in arms]
 
 
-def rivals(base: RunSpec, chosen: dict[str, Any], seeds: int) -> list[Arm]:
+def chosen(images: int, center: str = "weights") -> dict[str, Any]:
+    """What `defaults` has chosen for this many images per update; `center="gradients"` for pretrained networks."""
+    return {"decay": 1 - 0.25 * math.sqrt(images / 32), "center": center}
+
+
+def checks() -> list[Arm]:
+    """What `defaults` has chosen, in ResNet-20 with each warm-up, and at a smaller learning rate."""
+    base = RunSpec(holdout=5_000, evaluations=5, recalibrate=5_000, norm="two_way")
+    arms = []
+    for warmup in (100, 0, 500):
+        for name, (batch_size, accumulate) in SETTINGS.items():
+            options = {**chosen(batch_size * accumulate), "warmup": warmup}
+            spec = setting(name, base.but(model="resnet20", norm_options=options))
+            arms.append(Arm(f"ResNet-20, warm-up {warmup}", spec, seeds=1, setting=name))
+    best = {"16 × 2": 0.9, "2": 0.95, "8": 0.9, "32": 0.9}  # the best arm, or the second if the rule gives the best
+    for name, (batch_size, accumulate) in SETTINGS.items():
+        spec = setting(name, base.but(model="resnet8", learning_rate=0.03))
+        for label, decay in (("the rule", chosen(batch_size * accumulate)["decay"]), ("best other", best[name])):
+            one = spec.but(norm_options={"decay": decay, "center": "weights"})
+            arms.append(Arm(f"{label}, learning rate 0.03", one, seeds=2, setting=name))
+    return arms
+
+
+def rivals(base: RunSpec, options: dict[str, Any], seeds: int) -> list[Arm]:
     """The norms of the studies of two-way memory. An arm of MABN states its window: older records have another one."""
     return [
         Arm("BN", base.but(norm="bn"), seeds),
-        Arm("two-way", base.but(norm="two_way", norm_options=chosen), seeds),
+        Arm("two-way", base.but(norm="two_way", norm_options=options), seeds),
         Arm("GROUP", base.but(norm="group", norm_options={"num_groups": 8}, recalibrate=0), seeds),
         Arm("MABN", base.but(norm="mabn", norm_options={"window": 32}), seeds),
     ]
 
 
-def micro_batches(chosen: dict[str, Any]) -> list[Arm]:
+def micro_batches() -> list[Arm]:
     """Micro-batches of 1 to 32 images at 32 images per update. Learning rates are chosen at micro-batches of 2. Runs at
     2 and 32, which the expectation is about, come first.
     """
     base = RunSpec(model="resnet8", iterations=5_000, evaluations=5, recalibrate=10_000, batch_size=32)
     arms = [
-        *rivals(base, chosen, seeds=3),
+        *rivals(base, chosen(32), seeds=3),
         Arm("BN, centred gradients", base.but(norm="bn", model="study.networks:resnet8_centred"), seeds=3),
         Arm("MBN-2", base.but(norm="mbn", scheme="double"), seeds=3),
     ]
@@ -202,39 +226,38 @@ def micro_batches(chosen: dict[str, Any]) -> list[Arm]:
     ]
 
 
-def micro_batches_resnet20(chosen: dict[str, Any]) -> list[Arm]:
+def micro_batches_resnet20() -> list[Arm]:
     """Micro-batches of 2 at 32 images per update, and BN at 32."""
     base = RunSpec(model="resnet20", iterations=5_000, evaluations=5, recalibrate=10_000, batch_size=2, accumulate=16)
-    bn, two_way, _, mabn = rivals(base, chosen, seeds=5)
+    bn, two_way, _, mabn = rivals(base, chosen(32), seeds=5)
     joint = Arm("BN at 32", base.but(batch_size=32, accumulate=1), seeds=5)
     return [replace(one, rates=RATES, setting="2") for one in (bn, two_way, joint, mabn)]
 
 
-def resnet56(chosen: dict[str, Any]) -> list[Arm]:
+def resnet56() -> list[Arm]:
     """BN and two-way memory in a deep network, at learning rate 0.1."""
     base = RunSpec(model="resnet56", iterations=5_000, evaluations=5, recalibrate=10_000, batch_size=2, accumulate=16)
-    return rivals(base, chosen, seeds=2)[:2]
+    return rivals(base, chosen(32), seeds=2)[:2]
 
 
-def update_per_batch(chosen: dict[str, Any]) -> list[Arm]:
+def update_per_batch() -> list[Arm]:
     """Batches of 1 to 8 images, an update each, as many images as in `micro_batches`."""
     base = RunSpec(
         model="resnet8", evaluations=5, recalibrate=10_000, scaling="linear", base_batch_size=32, batch_size=8
     )
-    arms = [*rivals(base, chosen, seeds=3), Arm("BRN", base.but(norm="brn"), seeds=3)]
     return [
         replace(one, spec=one.spec.but(batch_size=size, iterations=160_000 // size), rates=RATES, tried_at=(2, 1))
         for size in (2, 4, 8, 1)
-        for one in arms
+        for one in (*rivals(base, chosen(size), seeds=3), Arm("BRN", base.but(norm="brn"), seeds=3))
     ]
 
 
-def few_classes(chosen: dict[str, Any]) -> list[Arm]:
+def few_classes() -> list[Arm]:
     """Batches of 8 images from one or two classes."""
     base = RunSpec(
         model="resnet8", iterations=20_000, evaluations=5, recalibrate=10_000, batch_size=8, sampler="few-classes"
     )
-    arms = [*rivals(base, chosen, seeds=3)[:2], Arm("MBN-2", base.but(norm="mbn", scheme="double"), seeds=3)]
+    arms = [*rivals(base, chosen(8), seeds=3)[:2], Arm("MBN-2", base.but(norm="mbn", scheme="double"), seeds=3)]
     return [
         replace(one, setting=setting, spec=one.spec.but(classes_per_batch=count), rates=RATES)
         for setting, count in (("one class", 1), ("two classes", 2))
@@ -242,9 +265,9 @@ def few_classes(chosen: dict[str, Any]) -> list[Arm]:
     ]
 
 
-def fine_tuning(chosen: dict[str, Any]) -> list[Arm]:
-    """A pretrained ResNet-20 on all of CIFAR-10 and on a tenth of it, at batches of 2. `chosen` is for pretrained
-    networks. Where BN with recalibrated statistics chooses the same learning rate as BN, they are the same runs.
+def fine_tuning() -> list[Arm]:
+    """A pretrained ResNet-20 on all of CIFAR-10 and on a tenth of it, at batches of 2. Where BN with recalibrated
+    statistics chooses the same learning rate as BN, they are the same runs.
     """
     start = {"network": "resnet20", "run": PRETRAINING.name}
     base = RunSpec(
@@ -255,10 +278,9 @@ def fine_tuning(chosen: dict[str, Any]) -> list[Arm]:
         evaluations=5,
         recalibrate=5_000,
     )
-    options = {**chosen, "center": "gradients"}
     arms = [
         Arm("BN", base, seeds=5),
-        Arm("two-way", base.but(norm="two_way", norm_options=options), seeds=5),
+        Arm("two-way", base.but(norm="two_way", norm_options=chosen(2, "gradients")), seeds=5),
         Arm("frozen BN", base.but(model_options={**start, "frozen": True}, recalibrate=0), seeds=5),
         Arm("BN, recalibrated", base, seeds=5, error="test_error_recalibrated"),
     ]
@@ -269,53 +291,38 @@ def fine_tuning(chosen: dict[str, Any]) -> list[Arm]:
     ]
 
 
-def segmentation(chosen: dict[str, Any]) -> list[Arm]:
+def segmentation() -> list[Arm]:
     """A 3-D U-Net, one cube at a time, 8 of them per update; the seeds are folds."""
     base = RunSpec(
         model="study.brain:UNet", data=brain.DATA, batch_size=1, accumulate=8, iterations=1_000, evaluations=4
     )
     arms = [
         Arm("BN", base, seeds=5),
-        Arm("two-way", base.but(norm="two_way", norm_options=chosen), seeds=5),
+        Arm("two-way", base.but(norm="two_way", norm_options=chosen(8)), seeds=5),
         Arm("INSTANCE", base.but(norm="instance"), seeds=5),
         Arm("GROUP", base.but(norm="group", norm_options={"num_groups": 4}), seeds=5),
     ]
     return [replace(one, rates=RATES) for one in arms]
 
 
-def parts(chosen: dict[str, Any]) -> list[Arm]:
+def parts() -> list[Arm]:
     """The parts of two-way memory at micro-batches of 2, with a probe every 500 updates. Both halves of the memory are
     centred as chosen.
     """
     base = RunSpec(model="resnet8", iterations=5_000, evaluations=10, recalibrate=10_000, batch_size=2, accumulate=16)
-    both = base.but(norm="two_way", norm_options=chosen)
+    options = chosen(32)
+    both = base.but(norm="two_way", norm_options=options)
     half = base.but(model="study.networks:resnet8_half")
     arms = {
         "BN": base,
         "two-way": both,
-        "centring alone": base.but(
-            model="study.networks:resnet8_centred", model_options={"mode": chosen.get("center") or "weights"}
-        ),
-        "forward memory alone": half.but(model_options={**chosen, "half": "forward"}),
-        "backward memory alone": half.but(model_options={**chosen, "half": "backward"}),
-        "two-way, not centred": both.but(norm_options={**chosen, "center": None}),
+        "centring alone": base.but(model="study.networks:resnet8_centred", model_options={"mode": "weights"}),
+        "forward memory alone": half.but(model_options={**options, "half": "forward"}),
+        "backward memory alone": half.but(model_options={**options, "half": "backward"}),
+        "two-way, not centred": both.but(norm_options={**options, "center": None}),
         "two-way, Double-Forward": both.but(scheme="double"),
     }
     return [Arm(label, spec, seeds=3, rates=RATES) for label, spec in arms.items()]
-
-
-def following(chosen: dict[str, Any], for_pretrained: dict[str, Any]) -> dict[str, Study]:
-    """The studies that follow `defaults`, in the order in which they are run, with the options that it has chosen."""
-    return {
-        "micro-batches": Study(micro_batches(chosen)),
-        "micro-batches-resnet20": Study(micro_batches_resnet20(chosen)),
-        "resnet56": Study(resnet56(chosen)),
-        "parts": Study(parts(chosen), make=partial(runner.run, probe=probe)),
-        "fine-tuning": Study(fine_tuning(for_pretrained), before=(PRETRAINING,)),
-        "update-per-batch": Study(update_per_batch(chosen)),
-        "segmentation": Study(segmentation(chosen), make=brain.run),
-        "few-classes": Study(few_classes(chosen)),
-    }
 
 
 SHORT = RunSpec(model="resnet20", batch_size=8, iterations=20_000, evaluations=10, recalibrate=10_000)
@@ -343,4 +350,13 @@ STUDIES = {
         ]
     ),
     "defaults": Study(defaults()),
+    "defaults-checks": Study(checks()),
+    "micro-batches": Study(micro_batches()),
+    "micro-batches-resnet20": Study(micro_batches_resnet20()),
+    "resnet56": Study(resnet56()),
+    "parts": Study(parts(), make=partial(runner.run, probe=probe)),
+    "fine-tuning": Study(fine_tuning(), before=(PRETRAINING,)),
+    "update-per-batch": Study(update_per_batch()),
+    "segmentation": Study(segmentation(), make=brain.run),
+    "few-classes": Study(few_classes()),
 }

@@ -73,6 +73,7 @@ def test_accumulated_micro_batches_are_one_entry_each_newest_first():
 # Closures
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")  # LBFGS of torch 2.8
 @pytest.mark.parametrize("by_keyword", [False, True], ids=["positional", "keyword"])
 @pytest.mark.parametrize("set_to_none", [False, True], ids=["zeros", "none"])
 def test_only_the_last_evaluation_of_a_closure_is_recorded(by_keyword, set_to_none):

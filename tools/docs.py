@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,10 @@ def render() -> dict[Path, str]:
     """Every generated file and its text."""
     costs, bench, made = measurements("norm-costs"), measurements("bench"), pages.render()
     parts = {
-        "docs/recipes.md": {"distributed": in_processes(measurements("distributed"))},
+        "docs/recipes.md": {
+            "distributed": in_processes(measurements("distributed")),
+            "ecosystem": in_ecosystem(measurements("ecosystem")),
+        },
         "docs/performance.md": performance.parts(bench),
         "docs/norms/README.md": norm_docs.parts(costs),
         "docs/test-record.md": {"record": table(["", ""], measurements("test-full").items())},
@@ -78,6 +82,28 @@ def in_processes(record: Mapping[str, Any]) -> str:
         "`benchmarks/distributed_costs.py`). A network between machines makes each collective dearer."
     )
     return f"{table(['', 'collectives per step', 'steps per second'], rows)}\n\n{about}"
+
+
+def in_ecosystem(record: dict) -> str:
+    """How many models of other libraries train with two-way memory and return, and the names of those that do not."""
+    reasons = ("no batch norm", "over 90 M parameters", "fails without memnorm")
+    lines = [f"| library | trained and returned | {' | '.join(reasons)} |", "|---|---|---|---|---|"]
+    by_library: dict[str, dict[str, str]] = {}
+    for row in record["rows"]:  # several tests of one model count as one, which fails if one of them does
+        found = by_library.setdefault(row["library"], {})
+        if found.get(row["test"]) != "failed":
+            found[row["test"]] = row["outcome"]
+    for library, found in by_library.items():
+        counts = Counter(found.values())
+        name = f"{library} {record['versions'].get(library, '')}".strip()
+        others = " | ".join(str(counts[reason]) for reason in reasons)
+        lines.append(f"| {name} | {counts['passed']} of {counts['passed'] + counts['failed']} | {others} |")
+    for outcome in ("failed", *reasons[1:]):
+        tests = [(library, test) for library, found in by_library.items() for test in found if found[test] == outcome]
+        lines += ["", f"{outcome[0].upper()}{outcome[1:]}: {', '.join(map(' '.join, tests)) or 'none'}."]
+    versions = f"torch {record['versions']['torch']}, Python {record['versions']['Python']}"
+    lines += ["", f"Run on {record['date']} at commit {record['commit']} ({versions}, {record['machine']})."]
+    return "\n".join(lines)
 
 
 def on_digits() -> dict[int, dict[str, dict[int, float]]]:

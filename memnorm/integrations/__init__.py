@@ -1,7 +1,7 @@
-"""Double-Forward and the strength schedule in other training libraries.
+"""Double-Forward, the strength schedule and the monitor in other training libraries.
 
-    memnorm.integrations.lightning      a callback for Lightning's Trainer
-    memnorm.integrations.transformers   a callback for Hugging Face's Trainer
+    memnorm.integrations.lightning      callbacks for Lightning's Trainer
+    memnorm.integrations.transformers   callbacks for Hugging Face's Trainer
     memnorm.integrations.accelerate     a call after `accelerator.prepare`
 
 Each module imports its library; no other module of memnorm imports it.

@@ -1,8 +1,9 @@
-"""A callback for Lightning's Trainer.
+"""Callbacks for Lightning's Trainer.
 
-    Trainer(callbacks=[MemnormCallback()])
+    Trainer(callbacks=[MemnormCallback(), MonitorCallback()])
 
-It attaches when training starts, after Lightning has created the optimizers. Lightning's checkpoints include its state.
+The first attaches when training starts, after Lightning has created the optimizers. Lightning's checkpoints include its
+state.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from memnorm._monitor import Monitor, check_interval, monitor
 from memnorm.distributed import keep_local
 from memnorm.integrations.attach import DEFAULTS, Attachment
 from memnorm.modules import trains
@@ -76,3 +78,41 @@ class MemnormCallback(Callback):
             self._state = self.attached.state_dict()
             self.attached.remove()
             self.attached = None
+
+
+class MonitorCallback(Callback):
+    """Send the numbers of `memnorm.monitor` to the loggers of the Trainer.
+
+        Trainer(callbacks=[MonitorCallback(every=50)])
+
+    Args:
+        every: number of optimizer steps between two readings.
+    """
+
+    def __init__(self, every: int = 50) -> None:
+        self.every = check_interval(every)
+        self._monitor: Monitor | None = None
+        self._last_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._monitor, self._last_step = monitor(pl_module), trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self._monitor is not None and step - self._last_step >= self.every:
+            values, self._last_step = self._monitor.read(step), step
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._monitor is not None:
+            self._monitor.remove()
+            self._monitor = None

@@ -1,19 +1,22 @@
-"""A callback for Hugging Face's Trainer.
+"""Callbacks for Hugging Face's Trainer.
 
-    Trainer(model, args, train_dataset=data, callbacks=[MemnormCallback()])
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[MemnormCallback()])
+    trainer.add_callback(MonitorCallback(trainer.log))
 
 A resumed training needs no additional state, because the Trainer's step number determines the schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from memnorm._monitor import Monitor, check_interval, monitor
+from memnorm.errors import check_callable
 from memnorm.integrations.accelerate import unwrap
 from memnorm.integrations.attach import DEFAULTS, Attachment
 
@@ -55,3 +58,39 @@ class MemnormCallback(TrainerCallback):
         if self.attached is not None:
             self.attached.remove()
             self.attached = None
+
+
+class MonitorCallback(TrainerCallback):
+    """Log the numbers of `memnorm.monitor`.
+
+        trainer.add_callback(MonitorCallback(trainer.log, every=50))
+
+    Args:
+        log: called with a dictionary of floats. `trainer.log` sends it wherever the Trainer reports to.
+        every: number of optimizer steps between two readings.
+    """
+
+    def __init__(self, log: Callable[[dict[str, float]], Any], every: int = 50) -> None:
+        check_callable(log, "MonitorCallback", "log")
+        self.log, self.every = log, check_interval(every)
+        self._monitor: Monitor | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._remove()  # that of a training that raised
+        self._monitor = monitor(kwargs["model"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._monitor is not None and state.global_step % self.every == 0:
+            self.log(self._monitor.read(state.global_step))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._monitor is not None:
+            self._monitor.remove()
+            self._monitor = None

@@ -188,14 +188,14 @@ PyObject *py_train(PyObject *, PyObject *const *args, Py_ssize_t given) {
         job.memory_mean = memory.running_mean;
         job.memory_var = memory.running_var;
         call.run_forward(job, evenly ? 0 : strength * memory.weight(job.count()));
-        if (recording) record(memory, job.batch_mean, job.batch_var, job.count());
+        if (recording) record(memory, job.batch_mean, job.batch_var, job.count(), job.n);
     });
     if (!run) return nullptr;
-    if (recording && !mark_written(handle, MEAN, state->slots ? BACKWARD_MEAN : SLOT_MEANS)) return nullptr;
+    if (recording && !mark_written(handle, MEAN, state->slots ? BACKWARD_MEAN : SLOT_MEANS, state->at<void>(IMAGES))) return nullptr;
     return PyTuple_Pack(2, call.y.object, call.saved.object);
 }
 
-// Make the batch (mean, var, count) the newest remembered one, as `train` does. True if it was done.
+// Make the batch (mean, var, count) the newest remembered one, as `train` does, but count no images. True if it was done.
 PyObject *py_record(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!introduced() || !arity(given, 8)) return nullptr;
     const State *state = State::of(args[0]);
@@ -212,7 +212,7 @@ PyObject *py_record(PyObject *, PyObject *const *args, Py_ssize_t given) {
         auto memory = state->memory<S>();
         memory.decay = decay, memory.prior_weight = prior_weight;
         memory.prior_always = args[6] == Py_True, memory.evenly = args[7] == Py_True;
-        record(memory, static_cast<const S *>(mean.data), static_cast<const S *>(var.data), count);
+        record(memory, static_cast<const S *>(mean.data), static_cast<const S *>(var.data), count, 0);
     });
     if (!run || !mark_written(args[0], MEAN, state->slots ? BACKWARD_MEAN : SLOT_MEANS)) return nullptr;
     return PyBool_FromLong(1);
@@ -238,7 +238,7 @@ PyObject *py_backward(PyObject *, PyObject *const *args, Py_ssize_t given) {
     void *gain = ok ? data.vector(weight, ok) : nullptr;
     const State *state = remembers ? State::of(handle) : nullptr;
     if (!ok || !g || (remembers && (!state || state->wide != data.wide() || state->c != data.c || !state->at<void>(BACKWARD_MEAN) ||
-        !state->holds(handle, BACKWARD_MEAN, BUFFERS) || !state->holds(handle, STRENGTH, STRENGTH + 1))))
+        !state->holds(handle, BACKWARD_MEAN, IMAGES) || !state->holds(handle, STRENGTH, STRENGTH + 1))))
         return refused();
     if (weight == Py_None && PyTuple_GetItem(wanted, 2) == Py_True) return refused();  // a bias alone
     Ref results(PyTuple_New(5));
@@ -283,7 +283,7 @@ PyObject *py_backward(PyObject *, PyObject *const *args, Py_ssize_t given) {
         if (recording) record_backward(memory, job.c, job.grad_bias, job.grad_weight, job.count());
     });
     if (!run) return nullptr;
-    if (remembers && recording && !mark_written(handle, BACKWARD_MEAN, BUFFERS)) return nullptr;
+    if (remembers && recording && !mark_written(handle, BACKWARD_MEAN, IMAGES)) return nullptr;
     return results.release();
 }
 
@@ -321,35 +321,40 @@ PyObject *py_center(PyObject *, PyObject *const *args, Py_ssize_t given) {
     return none();
 }
 
-// Multiply the weights of both memories by a factor, for each (handle, buffers, factor) of a list. False, with nothing
-// written, if a handle is None or does not hold.
+// The default decay of an update on so many images; `decay_by_images` in updates.py is the same in torch operations.
+double decay_by_images(int64_t images) { return std::fmax(0.5, 1 - 0.25 * std::sqrt(double(images) / 32)); }
+
+// For each (handle, buffers, factor) of a list: multiply the weights of both memories by the factor (None: the default
+// decay), and begin to count images anew. False, with nothing written, if a handle is None or does not hold.
 PyObject *py_fade(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!introduced() || !arity(given, 1)) return nullptr;
     if (!PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "expected a list");
     Py_ssize_t count = PyList_Size(args[0]);
     Ref written(PyList_New(0));
-    constexpr int WEIGHTS[] = {WEIGHT, BACKWARD_WEIGHT};
     for (bool writing : {false, true}) {
         for (Py_ssize_t i = 0; i < count; i++) {
-            PyObject *handle, *buffers;
-            double factor;
-            if (!PyArg_ParseTuple(PyList_GetItem(args[0], i), "OO!d", &handle, &PyDict_Type, &buffers, &factor)) return nullptr;
+            PyObject *handle, *buffers, *given_factor;
+            if (!PyArg_ParseTuple(PyList_GetItem(args[0], i), "OO!O", &handle, &PyDict_Type, &buffers, &given_factor)) return nullptr;
             if (handle == Py_None) return PyBool_FromLong(0);
             const State *state = State::of(handle);
             if (!state) return nullptr;
-            for (int which : WEIGHTS) {
-                PyObject *tensor = PyTuple_GetItem(handle, which);
-                if (!writing) {
-                    if (PyDict_GetItem(buffers, State::name(which)) != tensor || !state->at<void>(which) ||
-                        !state->holds(handle, which, which + 1))
-                        return PyErr_Clear(), PyBool_FromLong(0);
-                    if (!written || PyList_Append(written.object, tensor)) return nullptr;
-                } else if (state->wide) {
-                    *state->at<double>(which) *= factor;
-                } else {
-                    *state->at<float>(which) = float(double(*state->at<float>(which)) * factor);
+            if (!writing) {
+                for (int which : {WEIGHT, BACKWARD_WEIGHT, IMAGES}) {
+                    if (!state->at<void>(which) || !state->holds(handle, buffers, which)) return PyErr_Clear(), PyBool_FromLong(0);
+                    if (!written || PyList_Append(written.object, PyTuple_GetItem(handle, which))) return nullptr;
                 }
+                if (given_factor != Py_None && (PyFloat_AsDouble(given_factor), PyErr_Occurred())) return nullptr;
+                continue;
             }
+            int64_t &images = *state->at<int64_t>(IMAGES);
+            double factor = given_factor == Py_None ? decay_by_images(images) : PyFloat_AsDouble(given_factor);
+            for (int which : {WEIGHT, BACKWARD_WEIGHT}) {
+                if (state->wide)
+                    *state->at<double>(which) *= factor;
+                else
+                    *state->at<float>(which) = float(double(*state->at<float>(which)) * factor);
+            }
+            images = 0;
         }
     }
     if (!Ref(PyObject_CallFunctionObjArgs(torch.increment_version, written.object, nullptr))) return nullptr;
@@ -384,7 +389,7 @@ PyMethodDef methods[] = {
         "record(handle, mean, var, count, decay, prior_weight, prior_always, evenly): True if it was done"},
     {"backward", method(py_backward), METH_FASTCALL,
         "backward(saved, g, y, x, weight, wanted, threads, handle, reading, recording): gradients, or None"},
-    {"fade", method(py_fade), METH_FASTCALL, "fade([(handle, buffers, factor), …]): True if it was done"},
+    {"fade", method(py_fade), METH_FASTCALL, "fade([(handle, buffers, factor or None), …]): True if it was done"},
     {"center", method(py_center), METH_FASTCALL, "center(otherwise, weight)"},
     {nullptr, nullptr, 0, nullptr}};
 

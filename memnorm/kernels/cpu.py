@@ -12,20 +12,20 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
-from torch import _C, Tensor, nn
-from torch._C._functorch import is_legacy_batchedtensor
-from torch._prims_common import suggest_memory_format
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from memnorm import _torch
 from memnorm.errors import InputError, warn
 from memnorm.kernels import switched_off
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)  # that the compiled module reads
 _STATISTICS = {torch.float32: torch.float32, torch.float64: torch.float64}
 _STATISTICS |= {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-_OBSERVERS = (_C._are_functorch_transforms_active, _C._len_torch_dispatch_stack, _C._is_tracing)
+_OBSERVERS = (_torch.functorch_active, _torch.dispatch_modes, _torch.is_tracing)
 _PLAIN = (Tensor, nn.Parameter)
+_LACKING = _torch.lacks_for_kernels()
 _EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # newer than torch 2.8
 
 
@@ -33,6 +33,12 @@ _EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # newer than tor
 def module() -> Any:
     """The compiled module; None if it is switched off or was not built, after one warning."""
     if switched_off():
+        return None
+    if _LACKING:
+        warn(
+            f"torch {torch.__version__} has no {_LACKING[0]}, which memnorm's CPU kernels need; torch operations "
+            "replace them, several times slower. Use another version of torch, or set MEMNORM_KERNELS=off to hide this."
+        )
         return None
     try:
         found = importlib.import_module("memnorm.kernels._cpu")
@@ -48,10 +54,10 @@ def module() -> Any:
 
 def introduce_torch(compiled: Any, exchange: Any) -> None:
     """Give the compiled module the objects of torch that it uses. Without `exchange` it reads tensors by attributes."""
-    functions = (torch.is_grad_enabled, _C._is_fwd_grad_enabled, _C._current_graph_task_id)
-    hooks = _C._autograd._top_saved_tensors_default_hooks
+    functions = (torch.is_grad_enabled, _torch.is_fwd_grad_enabled, _torch.current_graph_task_id)
+    hooks = _torch.top_saved_tensors_hooks
     compiled.introduce(
-        *(Tensor, nn.Parameter, *_DTYPES, torch.int64, torch.empty_like, _C._increment_version),
+        *(Tensor, nn.Parameter, *_DTYPES, torch.int64, torch.empty_like, _torch.increment_version),
         *(_OBSERVERS, forward_ad, *functions, hooks, torch.is_inference_mode_enabled, exchange),
     )
 
@@ -60,7 +66,9 @@ def description() -> str:
     """What computes memorized layers on the CPU."""
     if module() is not None:
         return "C++ kernels for the CPU"
-    return "torch operations: " + ("MEMNORM_KERNELS=off" if switched_off() else "not built")
+    if switched_off():
+        return "torch operations: MEMNORM_KERNELS=off"
+    return "torch operations: " + (f"torch has no {_LACKING[0]}" if _LACKING else "not built")
 
 
 def takes(x: Tensor, dtype: torch.dtype) -> bool:
@@ -72,23 +80,25 @@ def takes(x: Tensor, dtype: torch.dtype) -> bool:
         and x.is_cpu
         and x.layout is torch.strided
         and x.numel() > 0
-        and not x._is_zerotensor()
+        and not _torch.is_zerotensor(x)
         and module() is not None
     )
 
 
 def unobserved() -> bool:
-    """Return True if no compiler, functorch transform, dispatch mode, tracer or forward-mode AD is active."""
-    return not (is_compiling() or any(one() for one in _OBSERVERS) or forward_ad._current_level >= 0)
+    """Return True if no compiler, functorch transform, dispatch mode, tracer or forward-mode AD is active; False if
+    torch does not say.
+    """
+    return not (_LACKING or is_compiling() or any(one() for one in _OBSERVERS) or _torch.forward_level() >= 0)
 
 
 def is_gradient(grad_y: Tensor) -> bool:
     """Return True for one dense gradient; autograd's vmap (`is_grads_batched`) sends several in one tensor."""
     return (
         type(grad_y) is Tensor
-        and not is_legacy_batchedtensor(grad_y)
+        and not _torch.is_legacy_batchedtensor(grad_y)
         and grad_y.layout is torch.strided
-        and not grad_y._is_zerotensor()
+        and not _torch.is_zerotensor(grad_y)
     )
 
 
@@ -187,9 +197,9 @@ def backward(
     return narrow[0], grad_weight, grad_bias, narrow[1], None
 
 
-def fade(layers: list[tuple[Any, Any, float]]) -> bool:
-    """Multiply the weights of both memories by a factor, for the handle and buffers of each layer; False if the kernels
-    cannot do it for all.
+def fade(layers: list[tuple[Any, Any, float | None]]) -> bool:
+    """Count an update for the handle and buffers of each layer: multiply the weights of both memories by the factor,
+    None for that of `decay_by_images`, and set the count of images to 0. False if the kernels cannot do it for all.
     """
     return module() is not None and bool(module().fade(layers))
 
@@ -226,7 +236,7 @@ def _dense(x: Tensor) -> Tensor:
     dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
     if x.dtype is dtype and not x.is_neg() and x.is_contiguous():
         return x
-    dense = torch.empty(x.shape, dtype=dtype, device="meta", memory_format=suggest_memory_format(x))
+    dense = torch.empty(x.shape, dtype=dtype, device="meta", memory_format=_torch.suggest_memory_format(x))
     if x.dtype is dtype and not x.is_neg() and x.stride() == dense.stride():
         return x
     return torch.empty_like(dense, device="cpu").copy_(x.detach().resolve_neg())

@@ -8,7 +8,7 @@
 template <class S> struct Memory {
     int64_t slots, c;  // 0 slots: everything is remembered, in the pooled statistics alone
     S *running_mean, *running_var, *running_weight;
-    int64_t *batches;
+    int64_t *batches, *images;  // recorded; images since the last update, null without two-way memory
     S *means, *vars, *counts;  // of the slots, newest first
     double decay;
     double prior_weight;  // of statistics that stand in for an empty memory, in batches
@@ -136,8 +136,8 @@ template <class S> inline void push(S *slots, int64_t count, int64_t c, const S 
     if (second && count > 1) std::memcpy(slots + c, second, std::size_t(c) * sizeof(S));
 }
 
-// Make (mean, var, count) the newest remembered batch. One that is not finite changes nothing.
-template <class S> void record(const Memory<S> &memory, const S *mean, const S *var, double count) {
+// Make (mean, var, count) the newest remembered batch, of so many images. One that is not finite changes nothing.
+template <class S> void record(const Memory<S> &memory, const S *mean, const S *var, double count, int64_t images) {
     double weight = memory.weight(count);
     bool stood_in = weight > 0 && *memory.running_weight == 0;  // becomes the oldest entry
     Pool<S> pool(memory.slots);
@@ -166,4 +166,5 @@ template <class S> void record(const Memory<S> &memory, const S *mean, const S *
     std::memcpy(memory.running_var, united.data() + memory.c, std::size_t(memory.c) * sizeof(S));
     *memory.running_weight = S(pool.total);
     ++*memory.batches;
+    if (memory.images) *memory.images += images;
 }

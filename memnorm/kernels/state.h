@@ -9,7 +9,7 @@
 namespace {
 
 enum Buffer { STRENGTH, MEAN, VAR, WEIGHT, BATCHES, SLOT_MEANS, SLOT_VARS, SLOT_COUNTS, BACKWARD_MEAN, BACKWARD_PRODUCT,
-    BACKWARD_WEIGHT, BUFFERS };
+    BACKWARD_WEIGHT, IMAGES, BUFFERS };
 
 // The addresses of a layer's buffers when they were checked. A handle is a tuple: the buffers, their detached aliases,
 // and this object in a capsule. While an alias lives, its storage does; so a buffer that is still at its address is the
@@ -22,7 +22,8 @@ struct State {
 
     static PyObject *name(int i) {
         static const char *words[BUFFERS] = {"strength", "running_mean", "running_var", "running_weight", "num_batches_tracked",
-            "memory_mean", "memory_var", "memory_count", "backward_mean", "backward_product", "backward_weight"};
+            "memory_mean", "memory_var", "memory_count", "backward_mean", "backward_product", "backward_weight",
+            "num_images"};
         static PyObject *names[BUFFERS];
         return names[i] ? names[i] : names[i] = PyUnicode_InternFromString(words[i]);
     }
@@ -41,12 +42,16 @@ struct State {
             if (addresses[i] && View(PyTuple_GetItem(handle, i)).data != addresses[i]) return false;
         return true;
     }
+    // True if this buffer of the handle is the layer's, still at its address.
+    bool holds(PyObject *handle, PyObject *buffers, int i) const {
+        return PyDict_GetItem(buffers, name(i)) == PyTuple_GetItem(handle, i) && holds(handle, i, i + 1);
+    }
     // True if these are the layer's buffers of forward, still at their addresses.
     bool holds(PyObject *handle, PyObject *buffers) const {
         for (int i = 0; i < BACKWARD_MEAN; i++)
-            if (PyDict_GetItem(buffers, name(i)) != PyTuple_GetItem(handle, i)) return false;
+            if (!holds(handle, buffers, i)) return false;
         // A slot buffer that was cut in place keeps its address.
-        return holds(handle, 0, BACKWARD_MEAN) &&
+        return (!addresses[IMAGES] || holds(handle, buffers, IMAGES)) &&
             (!slots || View(PyTuple_GetItem(handle, SLOT_COUNTS)).numel() == slots);
     }
 
@@ -54,11 +59,11 @@ struct State {
     bool check(PyObject *const *tensors) {
         View mean = View::plain(tensors[MEAN]);
         wide = mean.kind == FLOAT64, c = mean.numel(), slots = View::plain(tensors[SLOT_COUNTS]).numel();
-        int64_t counts[BUFFERS] = {1, c, c, 1, 1, slots * c, slots * c, slots, c, c, 1};
+        int64_t counts[BUFFERS] = {1, c, c, 1, 1, slots * c, slots * c, slots, c, c, 1, 1};
         bool remembers_backward = tensors[BACKWARD_MEAN] != Py_None;
         for (int i = 0; i < (remembers_backward ? BUFFERS : BACKWARD_MEAN); i++) {
             View view = View::plain(tensors[i]);
-            int kind = i == STRENGTH ? FLOAT64 : i == BATCHES ? INT64 : wide ? FLOAT64 : FLOAT32;
+            int kind = i == STRENGTH ? FLOAT64 : i == BATCHES || i == IMAGES ? INT64 : wide ? FLOAT64 : FLOAT32;
             if (!view.is_vector(kind, counts[i]) || is_true(call(tensors[i], torch.is_inference))) return false;
             if (counts[i] && !(addresses[i] = view.data)) return false;
         }
@@ -69,7 +74,7 @@ struct State {
     template <class S> Memory<S> memory() const {
         Memory<S> found;
         found.running_mean = at<S>(MEAN), found.running_var = at<S>(VAR), found.running_weight = at<S>(WEIGHT);
-        found.batches = at<int64_t>(BATCHES);
+        found.batches = at<int64_t>(BATCHES), found.images = at<int64_t>(IMAGES);
         found.means = at<S>(SLOT_MEANS), found.vars = at<S>(SLOT_VARS), found.counts = at<S>(SLOT_COUNTS);
         found.slots = slots, found.c = c;
         return found;
@@ -116,9 +121,13 @@ inline PyObject *make_handle(PyObject *buffers) {
     return handle.release();
 }
 
-// Tell autograd that the buffers [first, end) have changed.
-inline bool mark_written(PyObject *handle, int first, int end) {
+// Tell autograd that the buffers [first, end) have changed, and the number of images if `counted`.
+inline bool mark_written(PyObject *handle, int first, int end, bool counted = false) {
     Ref written(PyTuple_GetSlice(handle, first, end));
+    if (written && counted) {
+        Ref images(PyTuple_GetSlice(handle, IMAGES, BUFFERS));
+        written = Ref(images ? PySequence_Concat(written.object, images.object) : nullptr);
+    }
     return written && Ref(PyObject_CallFunctionObjArgs(torch.increment_version, written.object, nullptr));
 }
 

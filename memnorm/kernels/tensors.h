@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 // A reference that is released at the end of the scope.
 struct Ref {
@@ -16,6 +17,10 @@ struct Ref {
     explicit Ref(PyObject *owned) : object(owned) {}
     Ref(Ref &&other) noexcept : object(other.release()) {}
     Ref(const Ref &) = delete;
+    Ref &operator=(Ref &&other) noexcept {
+        std::swap(object, other.object);
+        return *this;
+    }
     ~Ref() { Py_XDECREF(object); }
     PyObject *release() {
         PyObject *given = object;

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memnorm.lab.group import Group, final, identity
+from memnorm.lab.group import RECALIBRATED, Group, final, identity
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import StoredRun
 from memnorm.lab.verdict import Cost, Verdict, verdict
@@ -39,6 +39,11 @@ class Comparison:
     verdict: Verdict | None  # None for fewer than two arms, and for runs that chose a setting
     recalibrated: bool = False  # draw the errors with recalibrated statistics, where there are any
     failures: tuple[tuple[str, str], ...] = ()  # run and error message
+
+    @property
+    def is_recalibrated(self) -> bool:
+        """True if some runs were also evaluated with recalibrated statistics."""
+        return any(group.sample(RECALIBRATED) for _, group in self.groups)
 
     @property
     def arms(self) -> list[str]:
@@ -134,25 +139,26 @@ def _rank(spec: RunSpec) -> tuple[int, str, bool]:
 
 
 def arm_labels(specs: Sequence[RunSpec]) -> dict[str, str]:
-    """Map each arm to its label: BN, MBN-2, with the options that distinguish arms of the same name."""
+    """Map each arm to its label: BN, MBN-2, with the options of its norm, and with what else distinguishes arms of the
+    same name.
+    """
     arms = {arm_key(spec): spec for spec in specs}
     labels = {}
     for key, spec in arms.items():
-        rivals = [other for other in arms.values() if other.arm == spec.arm]
-        options = [_options(other) for other in rivals]
-        distinct = [name for name in sorted({name for one in options for name in one}) if _differ(name, options)]
-        mine = _options(spec)
-        labels[key] = " ".join([spec.arm, *(f"{name}={mine[name]}" for name in distinct if name in mine)])
+        settings = [_settings(other) for other in arms.values() if other.arm == spec.arm]
+        mine = _settings(spec)
+        distinct = {name: mine[name] for name in mine if len({one[name] for one in settings}) > 1}
+        shown = sorted({**spec.norm_options, **distinct}.items())
+        labels[key] = " ".join([spec.arm, *(f"{name}={value}" for name, value in shown)])
     return labels
 
 
-def _options(spec: RunSpec) -> dict[str, Any]:
-    own = {"λ": "–".join(f"{one:g}" for one in spec.strength), "every": spec.every, "fraction": f"{spec.fraction:g}"}
-    return {**spec.norm_options, **own}
-
-
-def _differ(name: str, options: Sequence[dict[str, Any]]) -> bool:
-    return len({repr(one.get(name)) for one in options}) > 1
+def _settings(spec: RunSpec) -> dict[str, str]:
+    return {
+        "λ": "–".join(f"{one:g}" for one in spec.strength),
+        "every": f"{spec.every}",
+        "fraction": f"{spec.fraction:g}",
+    }
 
 
 def _about(groups: Sequence[Group]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memnorm.lab.comparison import Comparison, compare, groups_of
+from memnorm.lab.comparison import Comparison, arm_key, compare, groups_of
 from memnorm.lab.errors import LabError
 from memnorm.lab.listen import Outcome
 from memnorm.lab.spec import RunSpec
@@ -42,7 +42,7 @@ class Experiment:
     def trials(self) -> list[RunSpec]:
         """The runs that choose the learning rates."""
         return [
-            self.spec(arm, size, learning_rate=rate, holdout=self.holdout, seed=TUNING_SEED)
+            self.spec({**arm, "recalibrate": 0}, size, learning_rate=rate, holdout=self.holdout, seed=TUNING_SEED)
             for size in self.batch_sizes
             for arm in self.arms
             for rate in self.rates
@@ -50,14 +50,18 @@ class Experiment:
 
     def runs(self, rates: dict[tuple[str, int], float]) -> list[RunSpec]:
         """All runs, with the arms of a seed next to each other: a busy minute of the machine affects all arms."""
-        return [
-            self.spec(
-                arm, size, seed=seed, learning_rate=rates.get((RunSpec(**arm).arm, size), self.base.learning_rate)
-            )
+        specs = [
+            self.spec(arm, size, seed=seed)
             for seed in range(self.seeds)
             for size in self.batch_sizes
             for arm in self.arms
         ]
+        return [spec.but(learning_rate=rates.get(place(spec), spec.learning_rate)) for spec in specs]
+
+
+def place(spec: RunSpec) -> tuple[str, int]:
+    """The arm, as a key, and the batch size of a run."""
+    return arm_key(spec), spec.batch_size
 
 
 def run_experiment(
@@ -85,7 +89,7 @@ def choose_rates(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], float]:
     for outcome in outcomes:
         if outcome.status != "finished" or not outcome.result:
             continue
-        key = (outcome.spec.arm, outcome.spec.batch_size)
+        key = place(outcome.spec)
         found = (outcome.result["final"]["test_error"], -outcome.spec.learning_rate)
         best[key] = min(best.get(key, found), found)
     return {key: -rate for key, (_, rate) in best.items()}

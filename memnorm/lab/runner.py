@@ -28,7 +28,6 @@ from memnorm.lab.signals import stop_signals
 from memnorm.lab.spec import Execution, RunSpec
 from memnorm.lab.store import RunFolder, Store
 from memnorm.lab.training import (
-    Tally,
     Training,
     choose_device,
     drawn,
@@ -134,6 +133,8 @@ class _Run:
 
     def train(self) -> dict[str, Any]:
         self.listener.began(self.spec, self.iteration)
+        if self.training.note and self.iteration == 0:
+            self.listener.message(self.spec, self.training.note)
         batches = self.train_source.batches(self.plan, workers=self.execution.workers)
         wanted = self.execution.tensorboard and self.group.rank == 0
         with tensorboard(self.folder.path, wanted, self.iteration) as events, stop_signals() as request:
@@ -191,7 +192,7 @@ class _Run:
             **(self.probe(training, self.train_source, self.iteration) if self.probe else {}),
         }
         line = self.group.broadcast(line)
-        training.tally = Tally()
+        training.tally = training.task.tally()
         self.folder.add_metrics(line)
         self.lines.append(line)
         for name, value in line.items():

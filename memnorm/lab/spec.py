@@ -26,7 +26,7 @@ LARGEST_FLOAT = 3.4e38  # of float32, nearly
 DEEPEST = 20  # levels of values in a YAML file
 LARGEST_INT = 2**63 - 1  # torch's; a larger one may overflow in arithmetic with floats
 RESERVED_OPTIONS = {  # arguments that the run sets itself
-    "model_options": ("name", "classes", "image_shape", "norm_layer"),
+    "model_options": ("name", "classes", "image_shape", "norm_layer", "outputs"),
     "data_options": ("name", "root"),
     "norm_options": ("model", "norm"),
 }
@@ -46,6 +46,9 @@ class RunSpec:
 
     model: str = option("resnet20", "built-in name, or package.module:factory of your own")
     model_options: dict[str, Any] = option({}, "keyword arguments of the model")
+    pretrained: str | None = option(None, "file of a state dict that the network starts from, before its norms change")
+    pretrained_sha256: str | None = option(None, "hash of that file; the command fills it in, and refuses another one")
+    task: str = option("classification", "classification, segmentation, or package.module:factory of your own")
     data: str = option("cifar10", "built-in name, or a folder with train/ and val/ or test/")
     data_options: dict[str, Any] = option({}, "keyword arguments of the data set, such as image_size")
     train_images: int | None = option(None, "train on this many images only, the same ones for every seed", least=1)
@@ -73,6 +76,7 @@ class RunSpec:
     schedule: Literal["step", "cosine", "constant"] = option("step", "step divides by 10 at each milestone")
     milestones: tuple[float, ...] = option((0.4, 0.6), "fractions of the iterations, comma-separated")
     warmup: int = option(0, "iterations of linear warm-up", least=0)
+    optimizer: Literal["sgd", "adamw"] = option("sgd", "adamw needs a learning rate near 0.001")
     momentum: float = option(0.9, "momentum of SGD", least=0)
     weight_decay: float = option(1e-4, "weight decay of every parameter", least=0)
     precision: Literal["float32", "float64", "bfloat16"] = option("float32", "bfloat16 is autocast")
@@ -112,8 +116,10 @@ class RunSpec:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
-        return {name: value for name, value in self.as_dict().items() if value != _DEFAULTS[name]}
+        """The fields that differ from their defaults. Pretrained weights are known by their hash, not by their path."""
+        changed = {name: value for name, value in self.as_dict().items() if value != _DEFAULTS[name]}
+        changed.pop("pretrained", None)
+        return changed
 
     @property
     def digest(self) -> str:
@@ -299,6 +305,12 @@ def _contradictions(spec: RunSpec) -> list[str]:
         found.append(f"strength belongs to the norm {' or '.join(MEMORY_NORMS)}; {spec.norm} has none")
     if spec.scheme == "single" and (spec.every != 1 or spec.fraction != 1):
         found.append("every and fraction belong to scheme: double")
+    if spec.task == "segmentation" and spec.sampler != "shuffle":
+        found.append(f"the sampler {spec.sampler} needs a class per image, and segmentation has none")
+    if spec.optimizer != "sgd" and spec.momentum != _DEFAULTS["momentum"]:
+        found.append(f"momentum belongs to the optimizer sgd; {spec.optimizer} has its own")
+    if (spec.pretrained is None) != (spec.pretrained_sha256 is None):
+        found.append("pretrained and pretrained_sha256 belong together; the hash is that of the file's bytes")
     if spec.recalibrate and spec.processes > 1:
         found.append("recalibrate is for runs in one process")
     if spec.batch_size < spec.processes:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import memnorm
 from memnorm.lab import data as data_sets
-from memnorm.lab import models
+from memnorm.lab import models, pretrained, tasks
 from memnorm.lab.data import EVALUATION_BATCH, Data, Source, sweep
 from memnorm.lab.data.source import mix
 from memnorm.lab.errors import DeviceMissing, UsageError
@@ -38,15 +38,12 @@ class Training:
         self, spec: RunSpec, classes: int, shape: tuple[int, int, int], device: str, channels_last: bool = False
     ) -> None:
         self.spec, self.device, self.group = spec, torch.device(device), ProcessGroup(spec, device)
-        torch.manual_seed(mix(spec.seed, "weights"))
-        model = models.build(spec.model, classes=classes, image_shape=shape, **spec.model_options)
-        model = with_norm(model, spec)
+        self.task = tasks.get(spec.task)
+        model, self.note = network(spec, classes, shape)
         self.dtype = torch.float64 if spec.precision == "float64" else torch.float32
         self.layout = torch.channels_last if channels_last else torch.preserve_format
         self.model = with_layout(model.to(self.device, self.dtype).train(), self.layout)
-        self.optimizer = torch.optim.SGD(
-            self.model.parameters(), spec.base_learning_rate, momentum=spec.momentum, weight_decay=spec.weight_decay
-        )
+        self.optimizer = optimizer(self.model, spec)
         self.strength = self._strength_schedule()
         self.learner = self.group.wrapped(self.model)  # the module to call in training
         self.second_forward = (
@@ -54,7 +51,7 @@ class Training:
             if spec.scheme == "double"
             else None
         )
-        self.tally = Tally()
+        self.tally = self.task.tally()
         self.last_strength: float | None = None  # of the last step
 
     def _strength_schedule(self) -> memnorm.StrengthSchedule | None:
@@ -75,7 +72,7 @@ class Training:
         return images, labels.to(self.device, non_blocking=True)
 
     def step(self, iteration: int, images: Tensor, labels: Tensor) -> bool:
-        """One step of SGD. Return False if the loss is not finite; then the weights are unchanged."""
+        """One step of the optimizer. Return False if the loss is not finite; then the weights are unchanged."""
         torch.manual_seed(self.group.seed(mix(self.spec.seed, "step", iteration)))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.spec, iteration)
@@ -100,7 +97,7 @@ class Training:
         """
         with self.autocast():
             scores = self.learner(images)
-            loss = nn.functional.cross_entropy(scores, labels)
+            loss = self.task.loss(scores, labels)
         (loss_of_all,) = self.group.sum(loss.item())
         if not math.isfinite(loss_of_all):
             return False
@@ -111,13 +108,13 @@ class Training:
     @torch.no_grad()
     def evaluate(self, source: Source, workers: int, model: nn.Module | None = None) -> dict[str, Any]:
         """Loss and error on all images of `source`, in eval mode. It does not affect the training."""
-        model, tally = self.model if model is None else model, Tally()
+        model, tally = self.model if model is None else model, self.task.tally()
         model.eval()
         try:
             for images, labels in self.swept(source, workers):
                 with self.autocast():
                     scores = model(images)
-                    loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
+                    loss = self.task.loss(scores, labels, reduction="sum")
                 tally.add(loss, scores, labels)
         finally:
             model.train()
@@ -180,6 +177,22 @@ class Training:
         return digest.hexdigest()[:32]
 
 
+def network(spec: RunSpec, classes: int, shape: tuple[int, int, int]) -> tuple[nn.Module, str]:
+    """The network of a run before its first step, and what the user should know about it, if anything."""
+    torch.manual_seed(mix(spec.seed, "weights"))
+    outputs = tasks.get(spec.task).outputs(classes, shape)
+    model = models.build(spec.model, classes=classes, image_shape=shape, outputs=outputs, **spec.model_options)
+    note = pretrained.load(model, spec, classes)
+    return with_norm(model, spec), note
+
+
+def optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": spec.base_learning_rate, "weight_decay": spec.weight_decay}
+    if spec.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), **options)
+    return torch.optim.SGD(model.parameters(), momentum=spec.momentum, **options)
+
+
 def with_norm(model: nn.Module, spec: RunSpec) -> nn.Module:
     """The model with the norm of the run. Norms whose settings change over the run get its length."""
     options = dict(spec.norm_options)
@@ -196,45 +209,6 @@ def with_layout(model: nn.Module, layout: torch.memory_format) -> nn.Module:
         if tensor.dim() == 4:
             tensor.data = tensor.data.to(memory_format=layout)
     return model
-
-
-class Tally:
-    """Sums of loss and errors over images."""
-
-    def __init__(self) -> None:
-        self.loss, self.wrong, self.wrong_top5, self.images = 0.0, 0, 0, 0
-        self.has_top5 = False
-
-    def add(self, loss_sum: Tensor, scores: Tensor, labels: Tensor) -> None:
-        self.images += len(labels)
-        self.loss += loss_sum.item()
-        best = scores.topk(min(5, scores.shape[1]), dim=1).indices == labels[:, None]
-        self.wrong += len(labels) - int(best[:, 0].sum())
-        self.wrong_top5 += len(labels) - int(best.sum())
-        self.has_top5 = scores.shape[1] > 5
-
-    def over(self, group: ProcessGroup) -> Tally:
-        """The sums of all processes."""
-        joint = Tally()
-        joint.loss, joint.wrong, joint.wrong_top5, joint.images = group.sum(  # type: ignore[assignment]
-            self.loss, self.wrong, self.wrong_top5, self.images
-        )
-        joint.has_top5 = self.has_top5
-        return joint
-
-    def summary(self, prefix: str) -> dict[str, Any]:
-        count = max(self.images, 1)
-        return {
-            f"{prefix}_loss": self.loss / count,
-            f"{prefix}_error": 100 * self.wrong / count,
-            f"{prefix}_error_top5": 100 * self.wrong_top5 / count if self.has_top5 else None,
-        }
-
-    def state(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: state[name] for name in vars(self)})
 
 
 def learning_rate(spec: RunSpec, iteration: int) -> float:
@@ -318,4 +292,4 @@ def set_threads(execution: Execution) -> int:
 
 
 def load_data(spec: RunSpec, root: Any) -> Data:
-    return data_sets.load(spec.data, root, **spec.data_options)
+    return tasks.get(spec.task).load(spec.data, root, **spec.data_options)

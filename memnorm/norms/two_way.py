@@ -8,24 +8,25 @@ a constant in backward, so only the current batch's share of these means is subt
                dx = γ/√(σ̂² + ε) · (g − ā − x̂·q̄)
 
 g is the gradient of the output, before γ. A batch is merged into (M, V, W) after its forward and into (A, Q, W_b) in
-its backward. With each update of the weights, W and W_b fade by `decay`; within an accumulation window they do not.
+its backward. With each update of the weights, W and W_b fade by `decay`; within an accumulation window they do not. The
+default decay is max(1/2, 1 − 1/4 · √(images per update / 32)).
 `docs/equations.md` has the derivation.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_legacy_batchedtensor
-from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from memnorm import centering, updates
+from memnorm._torch import foreach_copy_, forward_level, functorch_active, is_legacy_batchedtensor
 from memnorm.errors import MemnormError, OptionError, is_whole
 from memnorm.functional import Moments, as_scalar, snapshot
 from memnorm.kernels import cpu
@@ -49,21 +50,23 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
 
     Args:
         num_features: channels C of an input (N, C, …).
-        decay: factor by which the memory loses weight with each update of the weights, in (0, 1].
+        decay: factor by which the memory loses weight with each update of the weights, in (0, 1]. None: by the images
+            per update, max(1/2, 1 − 1/4 · √(images / 32)). They are the images that the layer has recorded since the
+            last update, those of all processes with `sync`.
         strength: weight λ of the memory against the current batch, in [0, 1]; 0 is plain batch norm in training.
         warmup: number of updates over which λ grows linearly from 0 to `strength`. The first updates change every layer
             at once, so what is remembered then is soon outdated.
         sync: take the batch of all processes together: True, or a process group.
 
     The other arguments are those of `torch.nn.BatchNorm2d`. Buffers, besides those of `MemorizedBatchNorm`:
-    `backward_mean` (A), `backward_product` (Q), `backward_weight` (W_b) and `num_updates`, counted up to `warmup`.
-    `strength` is the present λ.
+    `backward_mean` (A), `backward_product` (Q), `backward_weight` (W_b), `num_images`, recorded since the last update,
+    and `num_updates`, counted up to `warmup`. `strength` is the present λ.
 
     The backward is not the derivative of the forward, so `create_graph=True` is an error.
     """
 
     norm = "two_way"
-    memory_buffers = (*MemorizedBatchNorm.memory_buffers, *BACKWARD)
+    memory_buffers = (*MemorizedBatchNorm.memory_buffers, *BACKWARD, "num_images")
     own_buffers = (*memory_buffers, "strength", "num_updates")
     outgoing: ClassVar[dict[str, bool]] = {"_outgoing": True, "_outgoing_backward": False}
     statistics = (*MemorizedBatchNorm.statistics, *BACKWARD)
@@ -73,9 +76,11 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         *("_outgoing_backward",),
     )
 
+    decay: Any  # a number, or None: by the images per update
     warmup: int
     _centered: bool | None = None  # the layers before the norms of this model are centred; None: not decided yet
     num_updates: Tensor
+    num_images: Tensor
     backward_mean: Tensor
     backward_product: Tensor
     backward_weight: Tensor
@@ -98,7 +103,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
-        decay: float = 0.9,
+        decay: float | None = None,
         strength: float = 1.0,
         warmup: int = 100,
         sync: Any = False,
@@ -108,20 +113,25 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
             self.register_parameter("bias", None)
         self._install_memory(decay=decay, strength=strength, warmup=warmup, sync=sync)
 
-    def _install_memory(self, *, decay: float, strength: float, warmup: int, sync: Any) -> None:  # type: ignore[override]
+    def _install_memory(  # type: ignore[override]
+        self, *, decay: float | None, strength: float, warmup: int, sync: Any
+    ) -> None:
         if not is_whole(warmup) or warmup < 0:
             raise OptionError(f"warmup must be a whole number of updates, or 0; got {warmup!r}")
         forward: dict[str, Any] = {"memory_size": None, "prior_weight": 1.0, "prior_from_init": False}
-        super()._install_memory(decay=decay, strength=strength, sync=sync, **forward)
+        super()._install_memory(decay=1.0 if decay is None else decay, strength=strength, sync=sync, **forward)
+        if decay is None:
+            self.decay = None
         self.warmup = int(warmup)
         if self.running_mean is None:
-            for name in (*BACKWARD, "num_updates"):
+            for name in (*BACKWARD, "num_updates", "num_images"):
                 self.register_buffer(name, None)
             return
         self.register_buffer("backward_mean", torch.zeros_like(self.running_mean))
         self.register_buffer("backward_product", torch.zeros_like(self.running_mean))
         self.register_buffer("backward_weight", torch.zeros_like(self.running_weight))
-        self.register_buffer("num_updates", torch.zeros((), dtype=torch.long, device=self.running_mean.device))
+        for name in ("num_updates", "num_images"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.long, device=self.running_mean.device))
         self._follow(0)
         updates.watch(self)
 
@@ -146,15 +156,23 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     def _remember(self, batch: Moments) -> None:
         if not isinstance(batch.weight, Tensor) and batch.weight == 1 and self.momentum is not None:
             # What the value was merged with is remembered as well. Not copy_: see `_merge_backward`.
-            torch._foreach_copy_([self.running_weight], [self._weight_of_one()])
+            foreach_copy_([self.running_weight], [self._weight_of_one()])
         super()._remember(batch)
+
+    def _record(self, batch: Moments, x: Tensor) -> None:
+        super()._record(batch, x)
+        images: Any = x.shape[0]
+        if isinstance(batch.weight, Tensor):  # the joint batch; this process may have no image of it
+            images = (batch.weight / max(1, math.prod(x.shape[2:]))).round()
+        finite = (batch.mean.isfinite() & batch.var.isfinite()).all()  # else it is not remembered
+        self.num_images.add_((images * finite).to(torch.long))
 
     def _require_values(self, x: Tensor, count: int) -> None:
         if count != 1 or self.momentum is None:
             super()._require_values(x, count)
 
     def _forward_in_torch(self, input: Tensor) -> Tensor:
-        observed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        observed = functorch_active() or forward_level() >= 0
         if observed and self.running_mean is not None:
             raise MemnormError(
                 f"{self._name}: two-way memory records in backward, which torch.func and forward-mode AD cannot "
@@ -174,7 +192,10 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     def _fade_outgoing(self) -> None:
         """The weights have changed while means of backward wait for an exchange."""
         waiting: Any = self._outgoing_backward
-        waiting[:] = [Moments(mean, product, self.decay * weight) for mean, product, weight in waiting]
+        decay = (
+            updates.decay_by_images(self.num_images, self.running_weight.dtype) if self.decay is None else self.decay
+        )
+        waiting[:] = [Moments(mean, product, decay * weight) for mean, product, weight in waiting]
 
     def _remember_shared(self, name: str, union: Moments, _batches: Tensor) -> None:
         if name == "_outgoing":
@@ -241,20 +262,21 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         return leader is optimizer
 
     def _versions(self) -> tuple[int, ...]:
-        """Change whenever something is recorded or fades."""
+        """Change whenever something is recorded. Under a dispatch mode torch does not count what `_foreach_copy_`
+        writes; the number of batches is written by `add_`.
+        """
         buffers: Any = self._buffers
         one, other = buffers["running_weight"], buffers["backward_weight"]
+        batches = buffers["num_batches_tracked"]
         try:
-            return id(one), one._version, id(other), other._version
+            return id(one), one._version, id(other), other._version, batches._version
         except RuntimeError:  # inference tensors have no version
-            return id(one), version_of(one), id(other), version_of(other)
+            return id(one), version_of(one), id(other), version_of(other), version_of(batches)
 
     def _after_update(self) -> None:
         """The memory has faded."""
         self.__dict__["_faded_at"] = self._versions()
         self._warm_up()
-        if self._outgoing_backward:
-            self._fade_outgoing()
 
     def reset_parameters(self) -> None:
         if self._buffers.get("num_updates") is not None:
@@ -262,12 +284,15 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         super().reset_parameters()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """A checkpoint of plain or memorized batch norm has no backward memory and has seen no update."""
+        """A checkpoint of plain or memorized batch norm has no backward memory and has seen no update. An older one of
+        this layer has counted no images.
+        """
         begins = self.running_mean is not None and prefix + "num_updates" not in state_dict
-        if begins and prefix + "running_mean" in state_dict:
+        if self.running_mean is not None and prefix + "running_mean" in state_dict:
             device = state_dict[prefix + "running_mean"].device
-            for name in (*BACKWARD, "num_updates", "strength"):
+            for name in (*BACKWARD, "num_updates", "strength") if begins else ():
                 state_dict[prefix + name] = torch.zeros_like(self.get_buffer(name), device=device)
+            state_dict.setdefault(prefix + "num_images", torch.zeros_like(self.num_images, device=device))
         updates.scaled_backward.leave()
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if begins and not self.strength.is_meta:
@@ -292,7 +317,8 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
 
     def _note(self) -> str:
         weight = float(self.running_weight)
-        return f"two-way memory of {weight:,.0f} values, decay {self.decay}, strength {float(self.strength):g}"
+        decay = "by the images per update" if self.decay is None else self.decay
+        return f"two-way memory of {weight:,.0f} values, decay {decay}, strength {float(self.strength):g}"
 
     def _memory_repr(self) -> str:
         return f"decay={self.decay}, strength={self._initial_strength:g}, warmup={self.warmup}"
@@ -382,10 +408,10 @@ def _merge_backward(buffers: Sequence[Tensor], mean: Tensor, product: Tensor, we
     """Merge the means of a backward into (A, Q, W_b), in place. Means that are not finite change nothing."""
     total = buffers[2] + weight
     share = as_scalar(weight / total, buffers[0].dtype, buffers[0].device)
-    new = [torch.lerp(old, one.to(old.dtype), share) for old, one in zip(buffers, (mean, product), strict=False)]
+    new = [torch.lerp(old, one.to(old.dtype), share) for old, one in zip(buffers[:2], (mean, product), strict=True)]
     finite = (new[0].isfinite() & new[1].isfinite()).all()
     # Not buffer.copy_: a compiled graph loses that for a float64 scalar on the CPU.
-    torch._foreach_copy_(
+    foreach_copy_(
         list(buffers), [torch.where(finite, one, old) for old, one in zip(buffers, [*new, total], strict=True)]
     )
 
@@ -415,7 +441,7 @@ FAMILY = mbn.Family(
     {nn.BatchNorm1d: TwoWayBatchNorm1d, nn.BatchNorm2d: TwoWayBatchNorm2d, nn.BatchNorm3d: TwoWayBatchNorm3d},
     TwoWayBatchNormNd,
     TwoWayBatchNormAct2d,
-    {"decay": 0.9, "strength": 1.0, "warmup": 100, "sync": False},
+    {"decay": None, "strength": 1.0, "warmup": 100, "sync": False},
     ("center",),
 )
 

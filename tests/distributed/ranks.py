@@ -49,7 +49,7 @@ TRAININGS = {
     "exchanged_single": partial(train, even_part, share=True),
     "exchanged_double": partial(train, even_part, share=True, twice=True),
     "plain_two_way": partial(train, even_part, make=two_way_net),
-    "joint_two_way": partial(train, own_part, make=two_way_net, sync=True),
+    "joint_two_way": partial(train, own_part, make=two_way_net, sync=True, decay=None),
     "exchanged_two_way": partial(train, even_part, make=two_way_net, share=True),
 }
 

@@ -171,7 +171,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "mbn-2": {"norm": "mbn", "scheme": "double"},
     "mbn-2 now and then": {"norm": "mbn", "scheme": "double", "every": 2, "fraction": 0.5},
 }
-RESUMED = {**ARMS, "two-way, accumulated": {"norm": "two_way", "batch_size": 2, "accumulate": 4}}
+RESUMED: dict[str, dict[str, Any]] = {
+    **ARMS,
+    "two-way, accumulated": {"norm": "two_way", "batch_size": 2, "accumulate": 4},
+    "two-way, AdamW": {"norm": "two_way", "optimizer": "adamw", "learning_rate": 0.003},
+}
 
 
 class Spy:

@@ -47,7 +47,7 @@ def net(**options: Any) -> nn.Module:
 
 
 def two_way_net(**options: Any) -> nn.Module:
-    return memnorm.convert(small_net(dtype=torch.float64), "two_way", warmup=0, decay=0.8, **options)
+    return memnorm.convert(small_net(dtype=torch.float64), "two_way", warmup=0, **{"decay": 0.8, **options})
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:

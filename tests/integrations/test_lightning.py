@@ -11,10 +11,11 @@ from helpers.common import assert_same_state
 from helpers.optional import library
 from helpers.trainers import STEPS, plain_loop, scenes, segmenter, sgd
 
-from memnorm.errors import NothingToRecord
+from memnorm.errors import NothingToRecord, OptionError
 
 lightning = library("lightning.pytorch")
-MemnormCallback = library("memnorm.integrations.lightning").MemnormCallback
+integration = library("memnorm.integrations.lightning")
+MemnormCallback, MonitorCallback = integration.MemnormCallback, integration.MonitorCallback
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -55,10 +56,9 @@ def fit(task, *callbacks, steps=STEPS, accumulate=1, resume=None, **options):
         max_steps=steps,
         accumulate_grad_batches=accumulate,
         callbacks=list(callbacks),
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"enable_checkpointing": False, **options},
+        **{"enable_checkpointing": False, "logger": False, **options},
     )
     torch.manual_seed(7)
     trainer.fit(task, scenes(accumulate), ckpt_path=resume)
@@ -233,3 +233,43 @@ def test_a_step_that_the_scaler_skipped_is_neither_remembered_nor_counted(fused,
     net = fit(Overflowing(), callback, plugins=[plugin])
     assert int(net.color[1].num_batches_tracked) == STEPS - 1
     assert callback.state_dict()["schedule"]["last_step"] == STEPS - 1
+
+
+class Log(lightning.loggers.Logger):
+    """Keeps what is logged."""
+
+    name, version = "log", 0
+
+    def __init__(self):
+        super().__init__()
+        self.logged = []
+
+    def log_metrics(self, metrics, step=None):
+        self.logged.append((step, metrics))
+
+    def log_hyperparams(self, *_args, **_kwargs):
+        pass
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_monitor_logs_every_so_many_steps_and_changes_nothing(accumulate):
+    log, task = Log(), Task()
+    callbacks = (MemnormCallback("net"), MonitorCallback(every=2))
+    net = fit(task, *callbacks, accumulate=accumulate, logger=log, log_every_n_steps=1)
+    assert [step for step, _ in log.logged] == [2, 4, 6]
+    assert {"memnorm/noise", "memnorm/drift", "memnorm/age", "memnorm/weight"} <= log.logged[-1][1].keys()
+    assert "memnorm/noise/net.color.1" in log.logged[-1][1]
+    assert_same_state(net, plain_loop(accumulate=accumulate))
+    assert not net.color[1]._forward_pre_hooks
+
+
+def test_the_monitor_lets_go_when_a_training_raises():
+    task = Task(fail_at=3)
+    with pytest.raises(ZeroDivisionError):
+        fit(task, MonitorCallback(every=3))
+    assert not task.net.color[1]._forward_pre_hooks
+
+
+def test_the_interval_of_the_monitor_is_checked():
+    with pytest.raises(OptionError, match="positive number of steps"):
+        MonitorCallback(every=0)

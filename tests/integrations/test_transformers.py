@@ -9,8 +9,11 @@ from helpers.common import assert_same_state
 from helpers.optional import library
 from helpers.trainers import BATCH, STEPS, Scenes, plain_loop, scenes, segmenter, sgd
 
+from memnorm.errors import DTypeError, OptionError
+
 transformers = library("transformers")
-MemnormCallback = library("memnorm.integrations.transformers").MemnormCallback
+integration = library("memnorm.integrations.transformers")
+MemnormCallback, MonitorCallback = integration.MemnormCallback, integration.MonitorCallback
 
 
 class InOrder(transformers.Trainer):
@@ -111,3 +114,33 @@ def test_a_callback_can_be_copied(tmp_path, copied):
     made = trainer(tmp_path, copied(MemnormCallback()))
     made.train()
     assert_same_state(made.model, plain_loop())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_monitor_logs_every_so_many_steps_and_changes_nothing(tmp_path, accumulate):
+    made = trainer(tmp_path, MemnormCallback(), accumulate=accumulate)
+    made.add_callback(MonitorCallback(made.log, every=2))
+    made.train()
+    logged = [entry for entry in made.state.log_history if "memnorm/weight" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4, 6]
+    assert {"memnorm/noise", "memnorm/drift", "memnorm/age", "memnorm/noise/color.1"} <= logged[-1].keys()
+    assert_same_state(made.model, plain_loop(accumulate=accumulate))
+    assert not made.model.color[1]._forward_pre_hooks
+
+
+def test_the_next_training_removes_the_monitor_of_one_that_raised(tmp_path):
+    made = trainer(tmp_path, MemnormCallback(), kind=Failing)
+    callback = MonitorCallback(made.log, every=2)
+    made.add_callback(callback)
+    with pytest.raises(ZeroDivisionError):
+        made.train()
+    other = trainer(tmp_path, callback, model=made.model)
+    other.train()
+    assert not made.model.color[1]._forward_pre_hooks
+
+
+def test_the_arguments_of_the_monitor_are_checked():
+    with pytest.raises(OptionError, match="positive number of steps"):
+        MonitorCallback(print, every=0)
+    with pytest.raises(DTypeError, match="log must be a function"):
+        MonitorCallback(None)

@@ -19,6 +19,8 @@ from helpers.kernels import (
 from helpers.states import assert_bitwise, snapshot
 
 from memnorm.functional import memorized_batch_norm
+from memnorm.kernels import cpu
+from memnorm.norms.two_way import TwoWayBatchNorm2d
 
 pytestmark = needs_kernels
 SHAPE = (4, 3, 5, 6)
@@ -95,6 +97,49 @@ def test_buffers_are_written_in_place_and_their_versions_count():
         assert layer.get_buffer(name) is one
         assert one.data_ptr() == before[name][0]
         assert one._version > before[name][1], name
+
+
+def test_images_are_counted_in_place_where_the_buffer_is_now():
+    layer = TwoWayBatchNorm2d(3, warmup=0)
+    train(layer, 1)
+    with counted() as calls:
+        version = layer.num_images._version
+        train(layer, 1)
+        assert layer.num_images._version > version
+        layer.num_images = layer.num_images.clone()
+        train(layer, 1)
+        layer.num_images.data = layer.num_images.data.clone()
+        train(layer, 1)
+    assert calls["train"] == 3
+    assert int(layer.num_images) == 4 * SHAPE[0]
+
+
+def test_a_count_of_images_that_was_replaced_is_faded_by_and_reset():
+    layer = TwoWayBatchNorm2d(3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    train(layer, 1)
+    weight, before, layer.num_images = float(layer.running_weight), layer.num_images, torch.tensor(32)
+    version = before._version
+    optimizer.step()
+    assert (float(layer.running_weight), int(layer.num_images)) == (0.75 * weight, 0)
+    assert (int(before), before._version) == (SHAPE[0], version)
+
+
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_an_update_counts_as_a_write_of_every_buffer_that_it_changes(factor):
+    layer = train(TwoWayBatchNorm2d(3), 1)
+    changed = ("running_weight", "backward_weight", "num_images")
+    before = {name: one._version for name, one in layer.named_buffers()}
+    assert cpu.fade([(layer._handle, layer._buffers, factor)])
+    assert {name for name, one in layer.named_buffers() if one._version > before[name]} == set(changed)
+
+
+def test_a_factor_that_is_no_number_changes_nothing():
+    layer = train(TwoWayBatchNorm2d(3), 1)
+    before = snapshot(layer)
+    with pytest.raises(TypeError):
+        cpu.fade([(layer._handle, layer._buffers, factor) for factor in (0.5, "half")])
+    assert_bitwise(snapshot(layer), before)
 
 
 def test_without_recording_nothing_is_written():

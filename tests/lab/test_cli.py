@@ -84,17 +84,19 @@ def test_lists_of_numbers_are_written_with_commas(call):
 PLACES = "data-root download json runs"
 COMPUTED = "channels-last checkpoint-seconds device keep-weights tensorboard threads workers"
 SHARED = """accumulate augment base-batch-size classes-per-batch config data data-options evaluations learning-rate
-    milestones model model-options momentum precision print-config sampler scaling schedule strength test-images
+    milestones model model-options momentum optimizer precision pretrained pretrained-sha256 print-config
+    recalibrate sampler scaling schedule strength task test-images
     train-images trust-config warmup weight-decay"""
 FLAGS = {
     "demo": "json out",
     "report": "json out runs",
     "data": "data-root json",
+    "check": "device json",
     "info": "data-root json",
     "bench": "busy json models out scale threads",
     "reproduce": f"{PLACES} {COMPUTED} dry-run jobs launcher list only out scale seeds",
     "train": f"""{PLACES} {COMPUTED} {SHARED} batch-size every fraction holdout iterations norm norm-options
-    processes recalibrate scheme seed""",
+    processes scheme seed""",
     "compare": f"{PLACES} {COMPUTED} {SHARED} batch-sizes epochs jobs norms out rates seeds tune",
 }
 
@@ -491,6 +493,15 @@ def test_tuning_looks_at_held_out_training_images_only(call, tmp_path):
         (["--jobs", "-1"], "--jobs must not be negative"),
         (["--norms", ""], "--norms needs at least one"),
         (["--norms", "group-2"], "Double-Forward needs"),
+        (["--norms", "two_way:decoy=1"], "unknown option decoy for norm 'two_way'; its options are decay, strength"),
+        (["--norms", "bn:decay=1"], "unknown option decay; it has no options"),
+        (["--norms", "two_way:decay=2"], "decay must lie in (0, 1]; got 2"),
+        (["--norms", "two_way:decay"], "options are written as two_way:decay=0.75:warmup=20; got 'decay'"),
+        (["--norms", "two_way:decay=1:decay=1"], "the option decay is given twice"),
+        (["--norms", "two_way:decay={"], "the value of decay must be a number, a text, true, false or null"),
+        (["--norms", "two_way:decay=nan"], "norm_options must be a mapping of names to plain values"),
+        (["--norms", "mbn:strength=2"], "strength must lie in [0, 1]; got [2.0]"),
+        (["--norms", "mbn:strength=high"], "strength must be a list of numbers"),
         (["--batch-sizes", "2,x"], "--batch-sizes needs positive numbers"),
         (["--batch-sizes", "0"], "--batch-sizes needs positive numbers"),
         (["--seeds", "0"], "--seeds needs at least one"),
@@ -502,6 +513,63 @@ def test_wrong_usage_of_compare_exits_with_2(call, words, message):
     code, _, err = call(*COMPARE, *words)
     assert code == 2
     assert message in err
+
+
+def test_compare_takes_options_per_norm_and_shows_them(call, tmp_path):
+    words = ["--norms", "bn,two_way:decay=0.75,two_way:decay=9e-1:warmup=3:center=null", "--seeds", "1"]
+    code, out, err = call(*COMPARE, *words)
+    assert code == 0, err
+    for label in ("BN", "TWO-WAY decay=0.75", "TWO-WAY center=None decay=0.9 warmup=3"):
+        assert re.search(rf"^{label} +2 ", out, re.MULTILINE)
+    specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*-b2-*/spec.yaml")]
+    found = sorted((spec["norm_options"] for spec in specs), key=len)
+    assert found == [{}, {"decay": 0.75}, {"decay": 0.9, "warmup": 3, "center": None}]
+
+
+def test_a_wrong_option_is_reported_before_anything_runs(call, tmp_path):
+    assert call(*COMPARE, "--norms", "bn,two_way:decoy=1")[0] == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_strength_of_a_comparison_is_that_of_the_arms_that_have_one(call, tmp_path):
+    result_of(call(*COMPARE, "--norms", "bn,mbn,mbn:strength=0.3", "--strength", "0.5", "--seeds", "1", "--json"))
+    specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*-b2-*/spec.yaml")]
+    assert sorted((spec["norm"], spec["strength"]) for spec in specs) == [
+        ("bn", [0.1, 0.5, 0.9]),
+        ("mbn", [0.3]),
+        ("mbn", [0.5]),
+    ]
+
+
+def test_train_reads_a_norm_with_options(call):
+    mixed = ["--norm", "two_way:decay=0.75", "--norm-options", "{warmup: 3}"]
+    own = result_of(call("train", *QUICK, *mixed, "--json"))["name"]
+    both = ["--norm", "two_way", "--norm-options", "{decay: 0.75, warmup: 3}"]
+    assert result_of(call("train", *QUICK, *both, "--json"))["name"] == own
+
+
+def test_compare_shows_recalibrated_errors_of_the_norms_that_have_statistics(call, tmp_path):
+    words = [*COMPARE, "--norms", "bn,two_way:decay=0.9,group", "--accumulate", "2", "--seeds", "2"]
+    code, out, err = call(*words, "--recalibrate", "20")
+    assert code == 0, err
+    assert re.search(r"^norm .*recalibrated %", out, re.MULTILINE)
+    rows = result_of(call(*words, "--recalibrate", "20", "--json"))["rows"]
+    assert {row["norm"] for row in rows if row["test_error_recalibrated"] is None} == {"GROUP"}
+    stored = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*-bn-*-b2x2-*/result.json")]
+    mean = sum(one["final"]["test_error_recalibrated"] for one in stored) / 2
+    (bn,) = [row for row in rows if (row["norm"], row["batch_size"]) == ("BN", 2)]
+    assert bn["test_error_recalibrated"] == pytest.approx(mean)
+    assert "recalibrated (%)" in (tmp_path / "compare/report.html").read_text()
+    assert "recalibrated (%)" in (tmp_path / "compare/report.md").read_text()
+    assert any(f",{mean}," in path.read_text() for path in tmp_path.glob("compare/csv/*.csv"))
+    assert "recalibrated" not in call(*words)[1]
+
+
+def test_tuning_does_not_recalibrate(call, tmp_path):
+    words = ["--norms", "bn", "--seeds", "1", "--tune", "--rates", "0.1", "--recalibrate", "20", "--json"]
+    result_of(call(*COMPARE, *words))
+    specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*/spec.yaml")]
+    assert {(spec["holdout"] > 0, spec["recalibrate"]) for spec in specs} == {(True, 0), (False, 20)}
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless device"])

@@ -103,9 +103,30 @@ def test_arms_that_differ_in_an_option_have_it_in_their_label(tmp_path):
     ]
 
 
-def test_options_that_all_arms_share_are_not_in_the_label():
+def test_settings_that_all_arms_share_are_not_in_the_label():
+    specs = [BASE, *(MBN.but(norm_options={"decay": decay}, strength=(0.5,), every=2) for decay in (0.5, 0.9))]
+    assert list(arm_labels(specs).values()) == ["BN", "MBN-2 decay=0.5", "MBN-2 decay=0.9"]
+
+
+def test_the_options_of_a_norm_are_in_its_label():
     specs = [BASE, MBN.but(norm_options={"memory_size": 5})]
-    assert list(arm_labels(specs).values()) == ["BN", "MBN-2"]
+    assert list(arm_labels(specs).values()) == ["BN", "MBN-2 memory_size=5"]
+
+
+def test_arms_that_differ_in_an_option_are_tuned_apart(tmp_path):
+    arms = tuple({"norm": "two_way", "norm_options": {"decay": decay}} for decay in (0.75, 0.9))
+    experiment = Experiment(BASE, arms, (2,), seeds=1, images=40, rates=(0.1, 0.01), holdout=10)
+    best = {0.75: 0.1, 0.9: 0.01}
+
+    def run_all(specs):
+        for spec in specs:
+            chosen = spec.learning_rate == best[spec.norm_options["decay"]]
+            fabricate(tmp_path, spec, error=5.0 if chosen else 9.0)
+        return [Outcome(spec, "finished", result=Store(tmp_path).run(spec).result()) for spec in specs]
+
+    made, rates = run_experiment(experiment, run_all, Store(tmp_path))
+    assert {group.spec.norm_options["decay"]: group.spec.learning_rate for _, group in made.groups} == best
+    assert len(rates) == 2
 
 
 def test_runs_that_served_to_choose_a_setting_get_no_verdict(tmp_path):

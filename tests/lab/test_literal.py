@@ -43,6 +43,8 @@ def trained(folder, **changes):
         ({"norm_options": {"decay": 0.5}}, "norm options {'decay': 0.5}"),
         ({"every": 2}, "every=2, fraction=1"),
         ({"fraction": 0.5}, "every=1, fraction=0.5"),
+        ({"optimizer": "adamw"}, "the optimizer adamw"),
+        ({"pretrained": "weights.pt", "pretrained_sha256": "1f"}, "pretrained weights"),
         ({"processes": 2}, "2 processes"),
         ({"model_options": {"dropout": 0.5}}, "dropout"),
     ],

@@ -39,7 +39,8 @@ DEFAULTS = """
      holdout: 0, augment: true, sampler: shuffle, classes_per_batch: 2, norm: bn, norm_options: {}, scheme: single,
      every: 1, fraction: 1.0, strength: [0.1, 0.5, 0.9], batch_size: 128, iterations: 78200, learning_rate: 0.1,
      scaling: none, base_batch_size: 128, schedule: step, milestones: [0.4, 0.6], warmup: 0, momentum: 0.9,
-     weight_decay: 0.0001, precision: float32, evaluations: 20, recalibrate: 0, seed: 0}"""
+     weight_decay: 0.0001, precision: float32, evaluations: 20, recalibrate: 0, seed: 0, optimizer: sgd,
+     task: classification, pretrained: null, pretrained_sha256: null}"""
 
 BAD = [
     ({"model": 3}, "model must be a text; got 3"),
@@ -103,6 +104,10 @@ BAD = [
     ({"batch_size": -1, "scaling": "sqrt"}, "batch_size must be at least 1; got -1"),
     ({"precision": "float16"}, "precision must be one of float32, float64, bfloat16; got 'float16'"),
     ({"evaluations": 0}, "evaluations must be at least 1; got 0"),
+    ({"task": "segmentation", "sampler": "sorted"}, "the sampler sorted needs a class per image, and segmentation has"),
+    ({"optimizer": "adam"}, "optimizer must be one of sgd, adamw; got 'adam'"),
+    ({"optimizer": "adamw", "momentum": 0.5}, "momentum belongs to the optimizer sgd; adamw has its own"),
+    ({"pretrained_sha256": "1f"}, "pretrained and pretrained_sha256 belong together"),
     ({"recalibrate": -1}, "recalibrate must not be negative; got -1"),
     ({"recalibrate": 10, "processes": 2}, "recalibrate is for runs in one process"),
     ({"processes": 0}, "processes must be at least 1; got 0"),
@@ -157,6 +162,9 @@ def test_every_field_enters_the_digest():
         "schedule": "cosine",
         "milestones": (0.5, 0.6),
         "warmup": 3,
+        "task": "segmentation",
+        "pretrained_sha256": "1f",
+        "optimizer": "adamw",
         "momentum": 0.8,
         "weight_decay": 0.0,
         "precision": "float64",
@@ -165,8 +173,8 @@ def test_every_field_enters_the_digest():
         "processes": 2,
         "seed": 1,
     }
-    base = RunSpec(norm="mbn", scheme="double")
-    assert other.keys() == {one.name for one in dataclasses.fields(RunSpec)}
+    base = RunSpec(norm="mbn", scheme="double", pretrained="weights.pt", pretrained_sha256="0e")
+    assert other.keys() == {one.name for one in dataclasses.fields(RunSpec)} - {"pretrained"}  # its hash enters
     digests = [base.but(**{name: value}).digest for name, value in other.items() if name not in ("scheme", "norm")]
     digests += [RunSpec(norm="mbn").digest, RunSpec(norm="group").digest, base.digest]
     assert len(set(digests)) == len(other) + 1

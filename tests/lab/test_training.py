@@ -473,6 +473,22 @@ def test_the_commit_is_that_of_the_clone_the_package_stands_in(tmp_path, monkeyp
     assert commit() is None
 
 
+def test_adamw_takes_the_steps_of_torch_s_with_the_rates_of_the_run():
+    spec = tiny(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, scaling="linear", base_batch_size=4)
+    training = Training(spec, 4, (1, 8, 8), "cpu")
+    twin = copy.deepcopy(training.model)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.02, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for iteration in range(4):
+        images, labels = torch.rand(8, 1, 8, 8, generator=generator), torch.arange(8) % 4
+        training.step(iteration, images, labels)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(twin(images), labels).backward()
+        optimizer.step()
+    for ours, torchs in zip(training.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-7)
+
+
 ADDED = ("test_error_recalibrated", "test_loss_recalibrated")
 
 

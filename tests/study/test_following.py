@@ -27,20 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # behind the installed package
 from study import brain, figures, networks, studies  # noqa: E402
 from study.probe import probe, undone  # noqa: E402
-from study.studies import STUDIES, Arm, Study, following  # noqa: E402
+from study.studies import STUDIES, Arm, Study  # noqa: E402
 from study.tables import Values  # noqa: E402
 
-CHOSEN = {"decay": 0.9, "center": "weights"}
+FOLLOWING = dict(list(STUDIES.items())[list(STUDIES).index("micro-batches") :])
 SYNTHETIC = {"data": "synthetic", "data_options": {"train": 192, "test": 40, "image_size": 32}}
 EXECUTION = Execution(threads=1, device="cpu", workers=0)
-
-
-@pytest.fixture
-def planned(monkeypatch):
-    """The studies that follow, with options chosen."""
-    for name, study in following(CHOSEN, CHOSEN).items():
-        monkeypatch.setitem(STUDIES, name, study)
-    return STUDIES
 
 
 def record(spec, error, **more):
@@ -66,8 +58,8 @@ def tiny(arm, iterations=8, evaluations=2):
 # the lists
 
 
-def test_a_study_begins_with_bn_and_two_way_at_micro_batches_of_2_and_ends_a_seed_before_the_next(planned):
-    study = planned["micro-batches"]
+def test_a_study_begins_with_bn_and_two_way_at_micro_batches_of_2_and_ends_a_seed_before_the_next():
+    study = STUDIES["micro-batches"]
     records = finished(study, lambda arm, seed: 40.0, seeds=0)
     runs = [spec for spec in study.specs(records) if spec.digest not in records]
     assert [(one.norm, one.batch_size, one.accumulate, one.seed) for one in runs[:2]] == [
@@ -87,18 +79,18 @@ def test_arms_whose_trials_failed_do_not_hold_up_the_others():
 
 
 def test_other_processes_can_make_the_runs_of_every_study():
-    for study in following(CHOSEN, CHOSEN).values():
+    for study in FOLLOWING.values():
         assert callable(pickle.loads(pickle.dumps(study.make)))
 
 
-def test_pretraining_comes_before_everything_else(planned):
-    study = planned["fine-tuning"]
+def test_pretraining_comes_before_everything_else():
+    study = STUDIES["fine-tuning"]
     assert study.specs({}) == [studies.PRETRAINING]
     assert len(study.specs({studies.PRETRAINING.digest: {}})) == 1 + 8 * 3
 
 
-def test_bn_with_recalibrated_statistics_chooses_its_rate_by_its_own_error(planned):
-    by_label = {arm.key: arm for arm in planned["fine-tuning"].arms}
+def test_bn_with_recalibrated_statistics_chooses_its_rate_by_its_own_error():
+    by_label = {arm.key: arm for arm in STUDIES["fine-tuning"].arms}
     own, other = by_label["BN, recalibrated/all images"], by_label["BN/all images"]
     records = {trial.digest: record(trial, 50.0) for arm in (own, other) for trial in arm.trials()}
     records[own.trials()[1].digest]["final"]["test_error_recalibrated"] = 10.0
@@ -106,7 +98,7 @@ def test_bn_with_recalibrated_statistics_chooses_its_rate_by_its_own_error(plann
     assert all(trial.holdout and trial.recalibrate for trial in own.trials())
 
 
-def test_every_planned_run_of_the_lab_can_be_built(planned, tmp_path, monkeypatch):
+def test_every_planned_run_of_the_lab_can_be_built(tmp_path, monkeypatch):
     """Names of models, norms and options are right."""
     monkeypatch.setenv(networks.RUNS, str(tmp_path))
     (tmp_path / studies.PRETRAINING.name).mkdir()
@@ -115,12 +107,12 @@ def test_every_planned_run_of_the_lab_can_be_built(planned, tmp_path, monkeypatc
         tmp_path / studies.PRETRAINING.name / "weights.pt",
     )
     specs = {}
-    for name in following(CHOSEN, CHOSEN):
+    for name in FOLLOWING:
         if name not in ("segmentation", "resnet56"):
-            for arm in planned[name].arms:
+            for arm in STUDIES[name].arms:
                 different = json.dumps([arm.spec.model, arm.spec.model_options, arm.spec.norm, arm.spec.norm_options])
                 specs[different, arm.spec.scheme] = arm.spec
-    assert len(specs) == 18
+    assert len(specs) == 22
     for spec in specs.values():
         assert unsupported(spec) is None
         Training(spec, 10, (3, 32, 32), "cpu")
@@ -179,8 +171,8 @@ def train(spec, folder, **options):
 
 
 @pytest.mark.parametrize("number", range(7))
-def test_a_run_with_probes_ends_with_the_weights_of_one_without(planned, tmp_path, number):
-    spec = tiny(planned["parts"].arms[number], iterations=4)
+def test_a_run_with_probes_ends_with_the_weights_of_one_without(tmp_path, number):
+    spec = tiny(STUDIES["parts"].arms[number], iterations=4)
     plain, probed = train(spec, tmp_path / "plain"), train(spec, tmp_path / "probed", probe=probe)
     assert probed["digest_of_weights"] == plain["digest_of_weights"]
     assert probed["final"]["test_loss"] == plain["final"]["test_loss"]
@@ -193,8 +185,8 @@ def test_a_run_with_probes_ends_with_the_weights_of_one_without(planned, tmp_pat
 
 
 @pytest.mark.parametrize("number", [1, 6], ids=["two-way", "Double-Forward"])
-def test_a_probe_restores_everything_bit_for_bit(planned, number):
-    spec = tiny(planned["parts"].arms[number])
+def test_a_probe_restores_everything_bit_for_bit(number):
+    spec = tiny(STUDIES["parts"].arms[number])
     data = load_data(spec, None)
     training, (source, _) = Training(spec, data.classes, data.shape, "cpu"), sources(spec, data)
     images, labels = next(source.batches([(torch.arange(32), None)]))
@@ -218,17 +210,17 @@ def digest_of(training, state):
     return other.digest()
 
 
-def test_the_cosine_of_a_joint_batch_with_itself_is_one(planned):
-    spec = tiny(planned["parts"].arms[0]).but(batch_size=32, accumulate=1)
+def test_the_cosine_of_a_joint_batch_with_itself_is_one():
+    spec = tiny(STUDIES["parts"].arms[0]).but(batch_size=32, accumulate=1)
     data = load_data(spec, None)
     training = Training(spec, data.classes, data.shape, "cpu")
     found = probe(training, sources(spec, data)[0], 1)
     assert found["probe_cosine"] == pytest.approx(1, abs=1e-5)
 
 
-def test_drift_is_the_change_of_channel_means_in_their_standard_deviations(planned):
+def test_drift_is_the_change_of_channel_means_in_their_standard_deviations():
     """Without a step there is none; a larger learning rate gives more."""
-    spec = tiny(planned["parts"].arms[0])
+    spec = tiny(STUDIES["parts"].arms[0])
     data, found = load_data(spec, None), {}
     for rate in (1e-12, 0.01, 0.1):
         training = Training(spec.but(learning_rate=rate), data.classes, data.shape, "cpu")
@@ -287,8 +279,8 @@ def test_frozen_bn_keeps_its_statistics_and_trains_its_affine_map(runs, monkeypa
     assert not torch.equal(after["bn1.weight"], before.bn1.weight)
 
 
-def test_two_way_begins_with_the_pretrained_statistics_and_centres_gradients_only(runs, monkeypatch, planned):
-    arm = next(arm for arm in planned["fine-tuning"].arms if arm.label == "two-way")
+def test_two_way_begins_with_the_pretrained_statistics_and_centres_gradients_only(runs, monkeypatch):
+    arm = next(arm for arm in STUDIES["fine-tuning"].arms if arm.label == "two-way")
     plain, network = started(runs, monkeypatch), started(runs, monkeypatch)
     network.load_state_dict(plain.state_dict())
     memnorm.convert(network, arm.spec.norm, **arm.spec.norm_options)
@@ -351,8 +343,8 @@ def test_a_perfect_segmentation_has_no_error(volume):
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_every_arm_of_the_segmentation_learns(planned, volume, tmp_path, number):
-    spec = planned["segmentation"].arms[number].spec.but(iterations=12, evaluations=2, learning_rate=0.1)
+def test_every_arm_of_the_segmentation_learns(volume, tmp_path, number):
+    spec = STUDIES["segmentation"].arms[number].spec.but(iterations=12, evaluations=2, learning_rate=0.1)
     result = brain.run(spec, Store(tmp_path), execution=EXECUTION)
     first, last = Store(tmp_path).run(spec).metrics()
     assert last["test_error"] < first["test_error"]
@@ -395,7 +387,8 @@ def shortened(arm):
         spec = spec.but(model_options={{**spec.model_options, "network": "resnet8"}})
     return replace(arm, spec=spec, seeds=1, rates=arm.rates[:1])
 
-for name, study in studies.following(dict(decay=0.9, center="weights"), dict(decay=0.9)).items():
+again = studies.Study(studies.fine_tuning(), before=(studies.PRETRAINING,))
+for name, study in (studies.STUDIES | {{"fine-tuning": again}}).items():
     chosen = study.arms[:4] if study.before else study.arms[:4:3] if name == "parts" else study.arms[:2]
     arms = [shortened(arm) for arm in chosen]
     studies.STUDIES[name] = replace(study, arms=arms)
@@ -433,11 +426,11 @@ def test_a_study_that_was_killed_resumes_and_has_one_record_per_run(tmp_path, na
 # tables and figures
 
 
-def test_the_tables_of_an_unfinished_study_have_gaps(planned):
-    for name in following(CHOSEN, CHOSEN):
+def test_the_tables_of_an_unfinished_study_have_gaps():
+    for name in FOLLOWING:
         empty = Values({}, {})
         rows = empty.arms(name).splitlines()[2:]
-        assert len(rows) == len(planned[name].arms)
+        assert len(rows) == len(STUDIES[name].arms)
         assert all("| – |" in row for row in rows)
         if name != "resnet56":
             assert "–" in empty.rates(name)
@@ -445,21 +438,21 @@ def test_the_tables_of_an_unfinished_study_have_gaps(planned):
     assert "| INSTANCE | – | – | – | – | – | p = 1.00 |" in Values({}, {}).dice("segmentation")
 
 
-def test_arms_are_compared_with_the_baseline_of_their_setting(planned):
+def test_arms_are_compared_with_the_baseline_of_their_setting():
     errors = {"BN": 40.0, "two-way": 30.0, "frozen BN": 35.0, "BN, recalibrated": 40.0}  # the last are runs of BN
 
     def error(arm, seed):
         return errors[arm.label] + seed + (20 if arm.setting == "10 % of them" else 0)
 
-    records = finished(planned["fine-tuning"], error)
+    records = finished(STUDIES["fine-tuning"], error)
     found = Values(records, {})
     assert found.points("fine-tuning", "two-way/10 % of them", "BN/10 % of them") == "−10.00"
     row = next(line for line in found.arms("fine-tuning").splitlines() if line.startswith("| two-way | 10 %"))
     assert row.split(" | ")[2:5] == ["0.01", "52.00 ± 1.58 (n = 5)", "−10.00 (n = 5)"]
 
 
-def test_probes_and_dice_are_averaged_over_seeds(planned):
-    study, lines = planned["parts"], []
+def test_probes_and_dice_are_averaged_over_seeds():
+    study, lines = STUDIES["parts"], []
     for iteration in (500, 2000, 5000):
         lines.append({"iteration": iteration, "probe_cosine": iteration / 5000, "probe_norm": 3.0})
         lines[-1]["probe_drift"] = 0.02 if iteration <= 2000 else 9.0
@@ -467,7 +460,7 @@ def test_probes_and_dice_are_averaged_over_seeds(planned):
     assert "| BN | 0.1 | 0.50 ± 0.00 (n = 3) | 2.00 ± 0.00 (n = 3) | 3.00 ± 0.00 (n = 3) |" in Values(
         records, {}
     ).probes("parts")
-    records = finished(planned["segmentation"], lambda arm, seed: 10.0 + seed, dice_grey=88.0, dice_white=92.0)
+    records = finished(STUDIES["segmentation"], lambda arm, seed: 10.0 + seed, dice_grey=88.0, dice_white=92.0)
     assert "| BN | 0.1 | 88.00 ± 0.00 (n = 5) | 92.00 ± 0.00 (n = 5) | 12.00 ± 1.58 (n = 5) | – | – |" in Values(
         records, {}
     ).dice("segmentation")
@@ -486,8 +479,8 @@ def figure(records):
     return figures.means(figures.errors_by_size(Values(records, {}), "micro-batches"))
 
 
-def test_the_figure_of_micro_batches_has_a_line_per_arm_and_bn_at_32(planned):
-    study = planned["micro-batches"]
+def test_the_figure_of_micro_batches_has_a_line_per_arm_and_bn_at_32():
+    study = STUDIES["micro-batches"]
     records = finished(study, error_of)
     arm = next(arm for arm in study.arms if arm.key == "GROUP/4")
     records[arm.runs(records)[1].digest].update(status="diverged", final=None)
@@ -498,8 +491,8 @@ def test_the_figure_of_micro_batches_has_a_line_per_arm_and_bn_at_32(planned):
     assert "seeds that did not train are left out: GROUP at 4; MBN-2 at 1" in text
 
 
-def test_the_figure_of_micro_batches_can_be_drawn_from_the_first_runs(planned):
-    study = planned["micro-batches"]
+def test_the_figure_of_micro_batches_can_be_drawn_from_the_first_runs():
+    study = STUDIES["micro-batches"]
     records = finished(study, error_of, seeds=0)
     assert "<polyline" not in figure(records)
     for spec, count in zip([one for one in study.specs(records) if one.digest not in records], range(8), strict=False):

@@ -27,6 +27,7 @@ COMMANDS = {
     "report": "HTML, Markdown and CSV from stored runs",
     "data": "list, get and verify data sets",
     "bench": "what a layer and a training step cost on this machine, compared with batch norm",
+    "check": "are the layers right on this device? float32, float16, bfloat16, compiled, trained",
     "info": "versions, device, threads, kernels, data folders",
 }
 EXAMPLES = """\

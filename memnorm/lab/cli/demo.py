@@ -16,7 +16,7 @@ from typing import Any
 from memnorm.lab import equations, report
 from memnorm.lab.arms import parse_arm
 from memnorm.lab.bench.clock import Ratio
-from memnorm.lab.cli.compare import ERROR_HEADER, as_dict, error_rows
+from memnorm.lab.cli.compare import as_dict, error_table
 from memnorm.lab.cli.flags import parse, parser
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.console import stderr, watching
@@ -103,11 +103,12 @@ def live(store: Store) -> Comparison:
 
 
 def live_part(found: Comparison) -> Section:
+    header, *rows = error_table(found)
     return Section(
         "BN and two-way memory",
         [outcome(found), *([found.verdict.headline] if found.verdict else []), PROTOCOL],
-        ERROR_HEADER,
-        error_rows(found),
+        header,
+        rows,
         figure=found.name,
     )
 

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeVar, get_origin
 import jsonargparse
 
 from memnorm.lab.errors import UsageError
-from memnorm.lab.spec import hints, parse_yaml
+from memnorm.lab.pretrained import sha256
+from memnorm.lab.spec import RunSpec, hints, parse_yaml
 
 TRUST = "--trust-config"
 WORDS = {"int": "a whole number", "float": "a number", "dict": "a mapping such as {name: value}"}
@@ -93,7 +94,7 @@ def _plain(value: Any) -> Any:
 def add_config(made: jsonargparse.ArgumentParser) -> None:
     """Add the flags for settings from a file."""
     made.add_argument("--config", action="config", help="YAML file with any of these settings; later flags override it")
-    trust = "import a model package.module:factory that the file names: this runs its code"
+    trust = "import a model or task package.module:factory that the file names: this runs its code"
     made.add_argument(TRUST, action="store_true", help=trust)
 
 
@@ -105,6 +106,13 @@ def add_places(target: Any) -> None:
     target.add_argument("--download", action="store_true", help="get the data set if it is missing")
 
 
+def filled_spec(arguments: Any, skip: Sequence[str] = ()) -> RunSpec:
+    """The specification with the values of its flags and the hash of the pretrained weights."""
+    if arguments.pretrained is not None and arguments.pretrained_sha256 is None:
+        arguments.pretrained_sha256 = sha256(arguments.pretrained)
+    return filled(RunSpec, arguments, skip)
+
+
 def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:
     arguments = made.parse_args(words)
     _check_trust(arguments, words)
@@ -112,13 +120,14 @@ def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:
 
 
 def _check_trust(arguments: Any, words: Sequence[str]) -> None:
-    """Refuse a model of the user's own unless its name, or the trust in its file, stands on the command line."""
-    model = getattr(arguments, "model", "")
-    typed = [after for word, after in itertools.pairwise(words) if word == "--model"]
-    if ":" in model and not {TRUST, f"--model={model}"} & set(words) and model not in typed:
-        raise UsageError(
-            f"the config file names the model {model}, and importing it runs its code; add {TRUST} if you trust it"
-        )
+    """Refuse a model or task of the user's own unless its name, or the trust in its file, is on the command line."""
+    for what in ("model", "task"):
+        name = getattr(arguments, what, "")
+        typed = [after for word, after in itertools.pairwise(words) if word == f"--{what}"]
+        if ":" in name and not {TRUST, f"--{what}={name}"} & set(words) and name not in typed:
+            raise UsageError(
+                f"the config file names the {what} {name}, and importing it runs its code; add {TRUST} if you trust it"
+            )
 
 
 def names(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from memnorm.lab.arms import parse_arm
 from memnorm.lab.cli.data import ensure
-from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, parse, parser
+from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, filled_spec, parse, parser
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK
 from memnorm.lab.listen import relay
@@ -28,10 +28,13 @@ examples:
   torchrun --nproc-per-node 2 -m memnorm.lab train --data digits --model small --norm mbn --device cpu
 
 The run is kept in a folder under --runs. The same command again shows its result, or resumes an
-interrupted run. A config file is code if it names a model of your own, package.module:factory: the run imports
+interrupted run. A config file is code if it names a model or task of your own, package.module:factory: the run imports
 and calls it. Such a file needs --trust-config.
 """
-NORM = "a name of memnorm.norms; bn is the model as it is. mbn means mbn-2, with Double-Forward; mbn-1 is without"
+NORM = (
+    "a name of memnorm.norms, with options as in two_way:decay=0.75; bn is the model as it is. mbn means mbn-2, with "
+    "Double-Forward; mbn-1 is without"
+)
 SCHEME = "double adds Double-Forward; without this flag the norm decides"
 
 
@@ -49,8 +52,8 @@ def main(words: Sequence[str]) -> int:
     places.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parse(made, words)
     arm = parse_arm(arguments.norm, arguments.scheme)
-    arguments.norm, arguments.scheme = arm["norm"], arm["scheme"]
-    spec, execution = filled(RunSpec, arguments), filled(Execution, arguments)
+    vars(arguments).update(arm, norm_options={**arguments.norm_options, **arm.get("norm_options", {})})
+    spec, execution = filled_spec(arguments), filled(Execution, arguments)
     if spec.processes == 1:
         spec = spec.but(processes=launched())
     ensure([spec.data], arguments.data_root, arguments.download)
@@ -71,12 +74,13 @@ def describe(result: dict[str, Any], path: str) -> str:
             f"--warmup may help.\nrecord: {path}"
         )
     final, best = result["final"], result["best"]
-    top5 = f" (top-5 {final['test_error_top5']:.2f} %)" if final["test_error_top5"] is not None else ""
+    top5 = f" (top-5 {final['test_error_top5']:.2f} %)" if final.get("test_error_top5") is not None else ""
     recalibrated = final.get("test_error_recalibrated")
     again = f"recalibrated {recalibrated:.2f} % with recomputed statistics\n" if recalibrated is not None else ""
+    more = "".join(f"{name:<11} {final[f'test_{name}']:.2f} %\n" for name in ("iou", "dice") if f"test_{name}" in final)
     return (
         f"test error  {final['test_error']:.2f} %{top5} at the last iteration, the headline number\n"
-        f"{again}"
+        f"{again}{more}"
         f"best        {best['test_error']:.2f} % at iteration {best['iteration']:,} (chosen on the test images)\n"
         f"train error {final['train_error']:.2f} % over the last batches\n"
         f"time        {result['seconds']:.0f} s of training, {final['step_ms']:.1f} ms per step\n"

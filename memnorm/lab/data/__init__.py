@@ -27,7 +27,7 @@ from memnorm.text import suggestion
 EVALUATION_BATCH = 250  # images per batch; the result does not depend on it
 
 __all__ = ["DATA_SETS", "EVALUATION_BATCH", "Data", "DataSet", "Source", "default_root", "epoch_length"]
-__all__ += ["get", "load", "order", "sweep", "verify"]
+__all__ += ["checked_options", "get", "load", "order", "sweep", "verify"]
 
 
 def default_root() -> Path:
@@ -44,9 +44,9 @@ def load(name: str, root: Path | str | None = None, **options: Any) -> Data:
 
     entry = DATA_SETS.get(name)
     if entry is None:
-        values = _options(f"the image folder {name}", {"image_size": 224}, options)
+        values = checked_options(f"the image folder {name}", {"image_size": 224}, options)
         return folder.folder(_folder_path(name), name=name, **values)
-    values = _options(name, entry.options, options)
+    values = checked_options(name, entry.options, options)
     if not entry.folder:
         return builtin.LOADERS[name](entry, _root(root), **values)
     if not entry.present(_root(root)):
@@ -97,7 +97,7 @@ def _unknown(name: str) -> str:
     return f"unknown data set {name!r}.{suggestion(near)} There are {', '.join(DATA_SETS)}."
 
 
-def _options(name: str, defaults: dict[str, int], given: dict[str, Any]) -> dict[str, int]:
+def checked_options(name: str, defaults: dict[str, int], given: dict[str, Any]) -> dict[str, int]:
     """Defaults and what was given; every option is a whole number of at least 1."""
     for option, value in given.items():
         if option not in defaults:

@@ -24,6 +24,7 @@ from memnorm.lab.models import cifar, imagenet, own
 from memnorm.lab.models.parts import NormLayer, Shape
 from memnorm.text import suggestion
 
+DENSE = {"fcn": "memnorm.lab.models.dense:fcn"}  # networks with an answer per pixel
 SMALL_IMAGE = 64  # largest image of vgg16_cifar
 
 
@@ -58,19 +59,31 @@ MODELS = {
 
 
 def build(
-    name: str, *, classes: int, image_shape: Shape, norm_layer: NormLayer = nn.BatchNorm2d, **options: Any
+    name: str,
+    *,
+    classes: int,
+    image_shape: Shape,
+    norm_layer: NormLayer = nn.BatchNorm2d,
+    outputs: tuple[int, ...] | None = None,
+    **options: Any,
 ) -> nn.Module:
     """A network with fresh weights.
 
     Args:
-        name: one of `available()`, `resnet` with a depth of 6n + 2, or `package.module:factory`.
+        name: one of `available()`, `resnet` with a depth of 6n + 2, `fcn` (segmentation), or `package.module:factory`.
         classes: length of the output.
         image_shape: channels, height and width of the images it will see.
         norm_layer: makes each norm from its number of channels.
+        outputs: shape of the answer for one image, by default a value per class.
         options: of the model, such as `width` or `dropout`; of a factory of your own, anything it takes.
     """
-    if ":" in name:
-        return own.build(name, classes, image_shape, norm_layer, options)
+    if ":" in name or name in DENSE:
+        return own.build(DENSE.get(name, name), classes, image_shape, norm_layer, options, outputs)
+    if outputs not in (None, (classes,)):
+        raise UsageError(
+            f"model {name} gives a value per class for an image, and the task needs the shape {outputs}; "
+            f"{', '.join(DENSE)} is for segmentation, or name your own as package.module:factory"
+        )
     if name == "vgg16":
         name = "vgg16_cifar" if max(image_shape[1:]) <= SMALL_IMAGE else "vgg16_imagenet"
     model, size = get(name), min(image_shape[1:])

@@ -22,14 +22,16 @@ from memnorm.lab.errors import UsageError
 from memnorm.lab.models.parts import NormLayer, Shape
 
 
-def build(name: str, classes: int, image_shape: Shape, norm_layer: NormLayer, options: dict[str, Any]) -> nn.Module:
-    module, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
-        raise UsageError(
-            f"model {name!r}: write your own model as package.module:factory, with dots between packages; "
-            f"my_nets/small.py with a function make() is my_nets.small:make"
-        )
-    factory = _factory(name, module, attribute)
+def build(
+    name: str,
+    classes: int,
+    image_shape: Shape,
+    norm_layer: NormLayer,
+    options: dict[str, Any],
+    outputs: tuple[int, ...] | None = None,
+) -> nn.Module:
+    """The network of a factory. `outputs` is the shape of its answer for one image; by default a value per class."""
+    factory, attribute = imported("model", name), name.partition(":")[2]
     arguments = _arguments(name, factory, classes, image_shape, norm_layer) | options
     try:
         model = factory(**arguments)
@@ -43,29 +45,36 @@ def build(name: str, classes: int, image_shape: Shape, norm_layer: NormLayer, op
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"model {name}: a factory must return a torch.nn.Module; got {type(model).__name__}")
-    _check_output(name, model, classes, image_shape)
+    _check_output(name, model, outputs or (classes,), image_shape)
     return model
 
 
-def _factory(name: str, module: str, attribute: str) -> Callable[..., Any]:
-    found: Any = _imported(name, module)
+def imported(kind: str, name: str) -> Callable[..., Any]:
+    """The function or class that `name`, package.module:factory, stands for. `kind` is model or task, for errors."""
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+        raise UsageError(
+            f"{kind} {name!r}: write your own {kind} as package.module:factory, with dots "
+            "between packages; my_nets/small.py with a function make() is my_nets.small:make"
+        )
+    found: Any = _module(f"{kind} {name}", module)
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [one for one in dir(found) if not one.startswith("_") and callable(getattr(found, one))]
             near = difflib.get_close_matches(part, names, n=3) or names[:8]
             raise UsageError(
-                f"model {name}: {module} has no {attribute!r}; it has {', '.join(near) or 'nothing that can be called'}"
+                f"{kind} {name}: {module} has no {attribute!r}; it has {', '.join(near) or 'nothing to call'}"
             )
         found = getattr(found, part)
     if isinstance(found, nn.Module) or not callable(found):
         raise UsageError(
-            f"model {name}: {attribute} is {type(found).__name__}; name a function (or class) that makes a model, "
+            f"{kind} {name}: {attribute} is {type(found).__name__}; name a function (or class) that makes a {kind}, "
             "since each run starts with fresh weights"
         )
     return found
 
 
-def _imported(name: str, module: str) -> Any:
+def _module(what: str, module: str) -> Any:
     here = os.getcwd()
     if not {here, ""} & set(sys.path):
         sys.path.insert(0, here)  # for good: a model may import more when it runs
@@ -77,10 +86,10 @@ def _imported(name: str, module: str) -> Any:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (module == missing or module.startswith(f"{missing}.")):
             raise UsageError(
-                f"model {name}: there is no module {missing!r} in {here} or among the installed packages. Run the "
+                f"{what}: there is no module {missing!r} in {here} or among the installed packages. Run the "
                 f"command in the folder that holds it, or add that folder to PYTHONPATH."
             ) from error
-        raise UsageError(f"model {name}: importing {module} raised {_words(error)}") from error
+        raise UsageError(f"{what}: importing {module} raised {_words(error)}") from error
 
 
 def _arguments(
@@ -110,7 +119,7 @@ def _arguments(
     return arguments
 
 
-def _check_output(name: str, model: nn.Module, classes: int, image_shape: Shape) -> None:
+def _check_output(name: str, model: nn.Module, outputs: tuple[int, ...], image_shape: Shape) -> None:
     modes = [(module, module.training) for module in model.modules()]
     first = next(model.parameters(), None)
     device, dtype = (None, None) if first is None else (first.device, first.dtype)
@@ -126,10 +135,10 @@ def _check_output(name: str, model: nn.Module, classes: int, image_shape: Shape)
     finally:
         for module, mode in modes:
             module.training = mode  # one by one: a layer that was put in eval stays there
-    if not isinstance(output, Tensor) or output.shape != (2, classes):
+    if not isinstance(output, Tensor) or output.shape != (2, *outputs):
         got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise UsageError(
-            f"model {name}: for two images it must return a tensor of shape (2, {classes}), a value per class; got "
+            f"model {name}: for two images it must return a tensor of shape {(2, *outputs)}, a value per class; got "
             f"{got}. A factory that takes num_classes gets the number."
         )
 

@@ -82,7 +82,7 @@ def _comparison(comparison: Comparison) -> Iterator[str]:
         [one.plain if isinstance(one, present.Shown) else one for one in row]
         for row in present.comparison_rows(comparison)
     ]
-    yield from table(present.COMPARISON_HEADER, rows)
+    yield from table(present.comparison_header(comparison), rows)
     yield ""
     if comparison.verdict and comparison.verdict.shown:
         yield f"{plain(present.TESTS_CAPTION)}\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from memnorm.lab.comparison import Comparison
-from memnorm.lab.group import Group, best, condition, measured, memory_mb, progress, step_ms
+from memnorm.lab.group import RECALIBRATED, Group, best, condition, measured, memory_mb, progress, step_ms
 from memnorm.lab.paper import Cell
 from memnorm.lab.report.collect import (
     APART,
@@ -155,6 +155,10 @@ TESTS_CAPTION = (
 COMPARISON_HEADER = ("norm", "batch", "learning rate", "iterations", "error (%)", "best (%)", "ms/step", "peak memory")
 
 
+def comparison_header(comparison: Comparison) -> tuple[str, ...]:
+    return (*COMPARISON_HEADER, *(["recalibrated (%)"] if comparison.is_recalibrated else []))
+
+
 def comparison_rows(comparison: Comparison) -> list[tuple[str | Shown, ...]]:
     """A row per arm and batch size; the best is the mean of each seed's lowest error."""
     rows: list[tuple[str | Shown, ...]] = []
@@ -171,6 +175,7 @@ def comparison_rows(comparison: Comparison) -> list[tuple[str | Shown, ...]]:
                 "–" if not lowest else number(Sample(lowest).mean),
                 milliseconds(cost.step_ms),
                 megabytes(cost.memory_mb),
+                *([sampled(group.sample(RECALIBRATED), group, "", "–")] if comparison.is_recalibrated else []),
             )
         )
     return rows

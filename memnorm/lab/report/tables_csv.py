@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memnorm.lab.comparison import Comparison
-from memnorm.lab.group import best, final, measured, memory_mb, progress, step_ms
+from memnorm.lab.group import RECALIBRATED, best, final, measured, memory_mb, progress, step_ms
 from memnorm.lab.report.collect import CellView, Page, TableView
 from memnorm.lab.significance import Sample
 from memnorm.lab.store import StoredRun
@@ -28,6 +28,8 @@ COMPARISON_COLUMNS = (
     "learning_rate",
     "iterations",
     *OURS[1:5],
+    "recalibrated_mean",
+    "recalibrated_sd",
     "step_ms",
     "peak_memory_mb",
     "seeds",
@@ -104,6 +106,7 @@ def _comparison(comparison: Comparison) -> list[dict[str, Any]]:
             "iterations": group.spec.iterations,
             **_sample(group.sample()),
             "status": group.trouble or "finished",
+            **{f"recalibrated_{name}": _sample(group.sample(RECALIBRATED))[name] for name in ("mean", "sd")},
             "step_ms": group.cost.step_ms,
             "peak_memory_mb": group.cost.memory_mb,
             "seeds": " ".join(str(run.spec.seed) for run in group.runs),

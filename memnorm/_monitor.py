@@ -1,0 +1,284 @@
+"""Watch a training: how noisy the batches are, how fast the statistics drift, how old and heavy the memory is.
+
+Age and weight are read off the buffers. The drift is the change of the remembered statistics between two readings. The
+noise needs one batch, so after each reading the next training forward of each layer is observed, once; other steps cost
+nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from memnorm._diagnose import distance
+from memnorm.errors import NothingToRecord, OptionError, check_module, is_whole
+from memnorm.functional import Moments, constant_moments
+from memnorm.layers import MemorizedBatchNorm
+from memnorm.norms.two_way import TwoWayBatchNorm
+from memnorm.recompute import inside_backward
+
+Layers = Mapping[str, MemorizedBatchNorm]
+
+
+def monitor(model: nn.Module) -> Monitor:
+    """Numbers about the memorized layers of a training, for TensorBoard, W&B or a print.
+
+        monitor = memnorm.monitor(model)
+        for step, (images, labels) in enumerate(loader, 1):
+            ...
+            optimizer.step()
+            if step % 50 == 0:
+                run.log(monitor.read(step))
+
+    The training does not change, bit for bit. `Monitor.read` explains the numbers.
+    """
+    check_module(model, "monitor")
+    return Monitor(model)
+
+
+def check_interval(every: int) -> int:
+    if not is_whole(every) or every < 1:
+        raise OptionError(f"monitor: every must be a positive number of steps; got {every!r}")
+    return int(every)
+
+
+class Monitor:
+    """What `monitor` returns. `remove()`, or the end of a `with` statement, ends the observation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._observers: dict[str, _Observer] = {}
+        self._counts: dict[str, float] = {}  # values per channel of the last observed batch
+        self._last: _Statistics | None = None
+        self._last_step = 0
+        self._observe(self._layers())
+
+    @torch.no_grad()
+    def read(self, step: int) -> dict[str, float]:
+        """The numbers since the last reading, after `step` updates of the weights. Call it after an update.
+
+            {"memnorm/noise": 0.31, "memnorm/drift": 0.004, …, "memnorm/noise/layer1.0.bn1": 0.27, …}
+
+        Per layer, and over all layers (root mean square of noise and drift, mean of age and weight):
+
+        `noise`: distance between the statistics of a batch and those in memory, in standard deviations, as in
+        `memnorm.diagnose`. The batch is the first one after the last reading.
+
+        `drift`: how far the remembered statistics have moved per update since the last reading, in standard deviations,
+        without the part that the noise explains. It is the net way, so longer intervals may show less.
+
+        `age`: mean age of the remembered values, in updates for two-way memory and in batches otherwise. Without slots
+        it is derived from the weight, as if all batches since the last reading were of one size.
+
+        `weight`: share of the memory in the statistics of the next training forward, from 0 to 1.
+
+        What is not known is left out, such as the drift at the first reading. Batches inside a compiled graph cannot be
+        observed, so noise, drift and weight are not known there.
+        """
+        if not is_whole(step) or step < 0:
+            raise OptionError(f"monitor: step must be the number of updates so far; got {step!r}")
+        layers, updates = self._layers(), int(step) - self._last_step
+        now = _Statistics(layers)
+        noise = self._noise(now)
+        change = now.change_since(self._last)
+        found: dict[str, dict[str, float]] = {"noise": {}, "drift": {}, "age": {}, "weight": {}}
+        for name, layer in layers.items():
+            recorded = now.recorded[name] - (self._last.recorded.get(name, math.nan) if self._last else math.nan)
+            count = self._counts.get(name, math.nan)
+            reading = _Reading(noise[name], change[name], recorded, count, updates, *now.memory[name])
+            for key, value in _values(layer, reading).items():
+                if math.isfinite(value):
+                    found[key][name or "model"] = value
+        self._last, self._last_step = now, int(step)
+        self._observe(layers)
+        return _flat(found)
+
+    def remove(self) -> None:
+        """Remove the hooks that wait for a forward."""
+        for observer in self._observers.values():
+            observer.remove()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    def _layers(self) -> Layers:
+        layers = {
+            name: layer
+            for name, layer in self._model.named_modules()
+            if isinstance(layer, MemorizedBatchNorm) and layer.running_mean is not None
+        }
+        if not layers:
+            raise NothingToRecord(
+                f"monitor: {type(self._model).__name__} has no memorized layer. Call memnorm.convert(model) first."
+            )
+        return layers
+
+    def _observe(self, layers: Layers) -> None:
+        self.remove()
+        self._observers = {name: _Observer(layer) for name, layer in layers.items()}
+
+    def _noise(self, now: _Statistics) -> dict[str, float]:
+        """The squared distance of each observed batch from the memory that it met; nan without one."""
+        seen = {name: one.batch for name, one in self._observers.items() if one.batch is not None}
+        seen = {name: pair for name, pair in seen.items() if name in now.layers}
+        self._counts.update({name: float(batch.weight) for name, (batch, _) in seen.items()})
+        values = dict.fromkeys(now.layers, math.nan)
+        if seen:
+            batch, memory = (_joined([pair[side] for pair in seen.values()]) for side in (0, 1))
+            initial = (memory.mean == 0) & (memory.var == 1)  # there is no memory to compare with
+            layers = {name: now.layers[name] for name in seen}
+            squares = torch.where(initial, math.nan, distance(batch, memory, _eps(layers, memory.mean)).square())
+            values.update(_means(layers, squares))
+        return values
+
+
+class _Statistics:
+    """The running statistics of all layers in one tensor, and what each layer says of its memory."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+        self.moments = _joined([Moments(one.running_mean, one.running_var, 0.0) for one in layers.values()])
+        names = ("num_batches_tracked", "running_weight", "strength", "memory_count")
+        tensors: list[Any] = [one._buffers[name] for name in names for one in layers.values()]
+        numbers = torch.cat([one.reshape(-1).to(tensors[0].device) for one in tensors]).tolist()  # waits for the device
+        sizes, many = [one.numel() for one in tensors], len(layers)
+        ends = list(itertools.accumulate(sizes))
+        parts = [numbers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        rows = {name: parts[place::many] for place, name in enumerate(layers)}
+        self.recorded: dict[str, float] = {name: row[0][0] for name, row in rows.items()}
+        self.memory = {name: (row[1][0], row[2][0], row[3]) for name, row in rows.items()}
+
+    def change_since(self, last: _Statistics | None) -> dict[str, float]:
+        """The squared distance of each layer's statistics from those at the last reading; nan without one."""
+        if last is None or last.layers.keys() != self.layers.keys():
+            return dict.fromkeys(self.layers, math.nan)
+        squares = distance(last.moments, self.moments, _eps(self.layers, self.moments.mean)).square()
+        return _means(self.layers, squares)
+
+
+def _joined(moments: Sequence[Moments]) -> Moments:
+    device = moments[0].mean.device
+    mean = torch.cat([one.mean.to(device) for one in moments])
+    return Moments(mean, torch.cat([one.var.to(device) for one in moments]), 0.0)
+
+
+def _sizes(layers: Layers) -> list[int]:
+    return [layer.num_features for layer in layers.values()]
+
+
+def _eps(layers: Layers, like: Tensor) -> Tensor:
+    values = [layer.eps for layer in layers.values() for _ in range(layer.num_features)]
+    return torch.tensor(values, device=like.device, dtype=like.dtype)
+
+
+def _means(layers: Layers, values: Tensor) -> dict[str, float]:
+    """The mean over the channels of each layer."""
+    means = torch.stack([part.mean() for part in values.split(_sizes(layers))]).tolist()
+    return dict(zip(layers, means, strict=True))
+
+
+class _Reading(NamedTuple):
+    """The state of a layer: squared noise, squared change and recorded batches since the last reading; values per
+    channel of a batch; updates since the last reading; W, λ and the counts of the slots.
+    """
+
+    noise: float
+    change: float
+    batches: float
+    values: float
+    updates: int
+    weight: float
+    strength: float
+    slots: list[float]
+
+
+def _values(layer: MemorizedBatchNorm, r: _Reading) -> dict[str, float]:
+    """The numbers of a layer; nan for those that are not known."""
+    two_way = isinstance(layer, TwoWayBatchNorm)
+    per_update = r.batches / r.updates if r.updates > 0 else math.nan
+    # Entries are what `decay` counts: updates for two-way memory, batches otherwise.
+    entries, of_an_entry = (r.updates, per_update) if two_way else (r.batches, 1.0)
+    drift = math.nan
+    if per_update > 0:
+        explained = _noise_of_change(layer.decay, entries) * r.noise / of_an_entry
+        drift = math.nan if math.isnan(explained) else math.sqrt(max(0.0, r.change - explained)) / r.updates
+    if r.slots:
+        weights = [count * layer.decay**age for age, count in enumerate(r.slots)]
+        age = sum(age * weight for age, weight in enumerate(weights)) / (sum(weights) or math.nan)
+    else:
+        fresh = of_an_entry * r.values
+        age = _age(layer.decay, r.weight / fresh, newest=1 if two_way else 0) if fresh > 0 else math.nan
+    memory = r.strength * r.weight
+    return {"noise": math.sqrt(r.noise), "drift": drift, "age": age, "weight": memory / (r.values + memory)}
+
+
+def _noise_of_change(decay: float, entries: float) -> float:
+    """The expected squared change of an average with this decay over so many entries of noise with variance 1.
+
+    Its variance is (1 − d)/(1 + d), and the correlation of two averages that are e entries apart is d^e.
+    """
+    return 2 * (1 - decay**entries) * (1 - decay) / (1 + decay)
+
+
+def _age(decay: float, weight: float, newest: int) -> float:
+    """The mean age of entries that fade by `decay` and are each as heavy as 1 when new, if they weigh this much now.
+
+    They are u entries of ages a = newest, newest + 1, …:   weight = Σ d^a      age = Σ a·d^a / weight
+    """
+    if math.isnan(weight) or weight <= 0:
+        return math.nan
+    sum_of_powers = weight / decay**newest  # (1 − d^u)/(1 − d)
+    if decay == 1:
+        return newest + max(0.0, sum_of_powers - 1) / 2
+    faded = 1 - sum_of_powers * (1 - decay)  # d^u
+    oldest = faded * math.log(faded) / math.log(decay) / (1 - faded) if faded > 0 else 0.0  # u·d^u/(1 − d^u)
+    return newest + max(0.0, decay / (1 - decay) - oldest)
+
+
+def _flat(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    flat = {}
+    for key, by_layer in found.items():
+        values = by_layer.values()
+        if values:
+            power = 2 if key in ("noise", "drift") else 1
+            flat[f"memnorm/{key}"] = (sum(value**power for value in values) / len(values)) ** (1 / power)
+        flat.update({f"memnorm/{key}/{name}": value for name, value in by_layer.items()})
+    return flat
+
+
+class _Observer:
+    """A hook that sees one training forward of a layer. Copies and pickles of it see nothing."""
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        self.batch: tuple[Moments, Moments] | None = None  # and the memory that it met
+        self._handle = None if layer is None else layer.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Observer, ()
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or self._handle is None or not layer.training or inside_backward():
+            return
+        if not isinstance(layer, MemorizedBatchNorm):  # `to_batchnorm` has kept the hook
+            self.remove()
+            return
+        x = next(iter((*args, *kwargs.values())), None)
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.numel() == 0:
+            return  # the layer raises an error, or has nothing to see
+        self.remove()
+        with torch.no_grad():
+            memory = Moments(layer.running_mean.clone(), layer.running_var.clone(), 0.0)
+            self.batch = constant_moments(x), memory
