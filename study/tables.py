@@ -198,7 +198,10 @@ class Values:
         labels = ("BN", *ours)
         arms = [arm for arm in STUDIES[name].arms if arm.label in labels]
         places = dict(sorted({(arm.spec.batch_size, arm.spec.accumulate): arm.spec.batch for arm in arms}.items()))
-        errors = {(arm.label, arm.spec.batch): _sample(self._errors(arm, arm.error).values()) for arm in arms}
+        errors = {}
+        for arm in arms:
+            text = _sample(self._errors(arm, arm.error).values())
+            errors[arm.label, arm.spec.batch] = text.replace("(n = ", "(n\u00a0=\u00a0")  # on one line
         names = ("BN", "two-way") if len(ours) == 1 else labels
         rows = [
             [shown, *(errors[label, place] for place in places.values())]

@@ -39,7 +39,7 @@ def test_the_site_builds_and_has_every_page(docs, tmp_path):
     assert "nibabel" in (tmp_path / "site/examples.html").read_text()
     reference = (tmp_path / "site/api.html").read_text()
     assert "memnorm.double_forward" in reference
-    assert "the training loop stays as it is" in reference
+    assert "The training loop does not change." in reference
 
 
 BROKEN = {

@@ -44,22 +44,22 @@ def two_way() -> str:
         ("with two-way memory", [BLUE] * 6 + [ORANGE] * 2, "2 images and the memory"),
     )
     rows = (("forward", "mean and variance of x"), ("backward", "means of g and of g·x̂"))
-    with drawing(8, 2.9) as (figure, made):
+    with drawing(6, 2.5) as (figure, made):
         axes = figure.subplots()
-        axes.set(xlim=(-1.9, 11.4), ylim=(-0.3, 4.3), aspect="equal")
+        axes.set(xlim=(-2.4, 11.9), ylim=(-0.6, 4.5), aspect="equal")
         axes.axis("off")
         for line, (direction, averaged) in enumerate(rows):
-            axes.text(-1.9, 2.6 - 2 * line, direction, fontweight="bold", va="center")
+            axes.text(-2.4, 2.7 - 2.2 * line, direction, fontweight="bold", va="center")
             for place, (title, colours, seen) in enumerate(columns):
                 left = 4 * place
                 if line == 0:
-                    axes.text(left, 3.9, title, fontsize=10, fontweight="bold")
+                    axes.text(left, 3.8, title, fontweight="bold")
                 for index, colour in enumerate(colours):
                     fill = {"edgecolor": GREY, "linestyle": ":", "fill": False} if colour is None else {"color": colour}
                     faded = 0.35 + 0.5 * index / 6 if colour == BLUE else 1.0  # older batches weigh less
-                    corner = (left + 0.4 * index, 2.5 - 2 * line)
+                    corner = (left + 0.4 * index, 2.5 - 2.2 * line)
                     axes.add_patch(Rectangle(corner, 0.32, 0.55, alpha=faded, linewidth=1, **fill))
-                axes.text(left, 1.98 - 2 * line, f"{averaged},\n{seen}", fontsize=8.5, va="center")
+                axes.text(left, 1.9 - 2.2 * line, f"{averaged},\n{seen}", va="center")
     return made()
 
 

@@ -1,7 +1,7 @@
 """memnorm demo: BN and two-way memory with micro-batches of 1 to 16 images, trained now, in two minutes.
 
-The protocol of the comparison is fixed here in advance, and no arm is tuned. After the result come the layers against
-the equations and the cost on this machine.
+The protocol of the comparison is fixed here, and no arm is tuned. After the result come the layers against the
+equations and the cost on this machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BASE = RunSpec(model="small", data="digits", evaluations=1)
 ARMS = ("bn", "two_way")
 WIDTH = 50  # characters of the longest bar
 PROTOCOL = (
-    "Protocol, fixed beforehand: scikit-learn's handwritten digits, a small convolutional network, "
+    "Protocol, the same in every demo: scikit-learn's handwritten digits, a small convolutional network, "
     f"{IMAGES // UPDATE} updates of {UPDATE} images, SGD with learning rate {BASE.learning_rate:g} divided by 10 at 40 "
     f"and 60 %, {SEEDS} seeds. Both norms start from the same weights and see the same images in the same order. "
     "No arm is tuned."
