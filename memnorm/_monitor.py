@@ -21,6 +21,7 @@ from memnorm.functional import Moments, constant_moments
 from memnorm.layers import MemorizedBatchNorm
 from memnorm.norms.two_way import TwoWayBatchNorm
 from memnorm.recompute import inside_backward
+from memnorm.updates import decay_by_images
 
 Layers = Mapping[str, MemorizedBatchNorm]
 
@@ -53,7 +54,7 @@ class Monitor:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._observers: dict[str, _Observer] = {}
-        self._counts: dict[str, float] = {}  # values per channel of the last observed batch
+        self._counts: dict[str, tuple[float, float]] = {}  # values per channel and images of the last observed batch
         self._last: _Statistics | None = None
         self._last_step = 0
         self._observe(self._layers())
@@ -89,8 +90,8 @@ class Monitor:
         found: dict[str, dict[str, float]] = {"noise": {}, "drift": {}, "age": {}, "weight": {}}
         for name, layer in layers.items():
             recorded = now.recorded[name] - (self._last.recorded.get(name, math.nan) if self._last else math.nan)
-            count = self._counts.get(name, math.nan)
-            reading = _Reading(noise[name], change[name], recorded, count, updates, *now.memory[name])
+            values, images = self._counts.get(name, (math.nan, math.nan))
+            reading = _Reading(noise[name], change[name], recorded, values, images, updates, *now.memory[name])
             for key, value in _values(layer, reading).items():
                 if math.isfinite(value):
                     found[key][name or "model"] = value
@@ -129,7 +130,8 @@ class Monitor:
         """The squared distance of each observed batch from the memory that it met; nan without one."""
         seen = {name: one.batch for name, one in self._observers.items() if one.batch is not None}
         seen = {name: pair for name, pair in seen.items() if name in now.layers}
-        self._counts.update({name: float(batch.weight) for name, (batch, _) in seen.items()})
+        images = {name: self._observers[name].images for name in seen}
+        self._counts.update({name: (float(batch.weight), images[name]) for name, (batch, _) in seen.items()})
         values = dict.fromkeys(now.layers, math.nan)
         if seen:
             batch, memory = (_joined([pair[side] for pair in seen.values()]) for side in (0, 1))
@@ -187,13 +189,14 @@ def _means(layers: Layers, values: Tensor) -> dict[str, float]:
 
 class _Reading(NamedTuple):
     """The state of a layer: squared noise, squared change and recorded batches since the last reading; values per
-    channel of a batch; updates since the last reading; W, λ and the counts of the slots.
+    channel and images of a batch; updates since the last reading; W, λ and the counts of the slots.
     """
 
     noise: float
     change: float
     batches: float
     values: float
+    images: float
     updates: int
     weight: float
     strength: float
@@ -206,16 +209,17 @@ def _values(layer: MemorizedBatchNorm, r: _Reading) -> dict[str, float]:
     per_update = r.batches / r.updates if r.updates > 0 else math.nan
     # Entries are what `decay` counts: updates for two-way memory, batches otherwise.
     entries, of_an_entry = (r.updates, per_update) if two_way else (r.batches, 1.0)
+    decay = decay_by_images(r.images * per_update) if layer.decay is None else layer.decay
     drift = math.nan
     if per_update > 0:
-        explained = _noise_of_change(layer.decay, entries) * r.noise / of_an_entry
+        explained = _noise_of_change(decay, entries) * r.noise / of_an_entry
         drift = math.nan if math.isnan(explained) else math.sqrt(max(0.0, r.change - explained)) / r.updates
     if r.slots:
-        weights = [count * layer.decay**age for age, count in enumerate(r.slots)]
+        weights = [count * decay**age for age, count in enumerate(r.slots)]
         age = sum(age * weight for age, weight in enumerate(weights)) / (sum(weights) or math.nan)
     else:
         fresh = of_an_entry * r.values
-        age = _age(layer.decay, r.weight / fresh, newest=1 if two_way else 0) if fresh > 0 else math.nan
+        age = _age(decay, r.weight / fresh, newest=1 if two_way else 0) if fresh > 0 else math.nan
     memory = r.strength * r.weight
     return {"noise": math.sqrt(r.noise), "drift": drift, "age": age, "weight": memory / (r.values + memory)}
 
@@ -259,6 +263,7 @@ class _Observer:
 
     def __init__(self, layer: nn.Module | None = None) -> None:
         self.batch: tuple[Moments, Moments] | None = None  # and the memory that it met
+        self.images = 0
         self._handle = None if layer is None else layer.register_forward_pre_hook(self, with_kwargs=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -281,4 +286,4 @@ class _Observer:
         self.remove()
         with torch.no_grad():
             memory = Moments(layer.running_mean.clone(), layer.running_var.clone(), 0.0)
-            self.batch = constant_moments(x), memory
+            self.batch, self.images = (constant_moments(x), memory), x.shape[0]

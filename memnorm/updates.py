@@ -86,9 +86,10 @@ def count_update(layers: list[TwoWayBatchNorm]) -> None:
         layer._after_update()
 
 
-def decay_by_images(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """The default decay of an update on so many images: max(1/2, 1 − 1/4 · √(images / 32))."""
-    return (1 - (images.to(dtype) / 32).sqrt() / 4).clamp(min=0.5)
+def decay_by_images(images: Any) -> Any:
+    """The default decay of an update on so many images: max(1/2, 1 − 1/4 · √(images / 32)). For numbers or tensors."""
+    decay = 1 - (images / 32) ** 0.5 / 4
+    return decay.clamp(min=0.5) if isinstance(decay, Tensor) else max(0.5, decay)
 
 
 def _fade_in_torch(layers: list[TwoWayBatchNorm]) -> None:
@@ -101,7 +102,7 @@ def _fade_in_torch(layers: list[TwoWayBatchNorm]) -> None:
     for (_, dtype, decay), group in alike.items():
         images = [buffers["num_images"] for buffers in group]
         weights = [buffers[name] for name in ("running_weight", "backward_weight") for buffers in group]
-        decays = decay_by_images(torch.stack(images), dtype).unbind() if decay is None else [decay] * len(group)
+        decays = decay_by_images(torch.stack(images).to(dtype)).unbind() if decay is None else [decay] * len(group)
         foreach_mul_(weights, [*decays, *decays])
         foreach_mul_(images, [0] * len(group))
 

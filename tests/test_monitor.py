@@ -1,6 +1,7 @@
 """monitor: what its numbers are, and that a training does not notice it."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -85,12 +86,13 @@ def test_age_and_weight_are_those_of_the_remembered_batches(layer, steps):
     monitor = memnorm.monitor(layer)
     two_way = isinstance(layer, memnorm.TwoWayBatchNorm2d)
     micro_batches = 3 if two_way else 1
+    decay = layer.decay or 1 - math.sqrt(4 * micro_batches / 32) / 4
     monitor.read(0)
     train(layer, steps, micro_batches=micro_batches)
     found = monitor.read(steps)
     kept = steps if layer.memory_size is None else min(steps, layer.memory_size)
     ages = [age + two_way for age in range(kept)]
-    weights = [micro_batches * COUNT * layer.decay**age for age in ages]
+    weights = [micro_batches * COUNT * decay**age for age in ages]
     mean_age = sum(age * weight for age, weight in zip(ages, weights, strict=True)) / sum(weights)
     assert found["memnorm/age"] == pytest.approx(mean_age, rel=1e-6, abs=1e-6)
     memory = float(layer.strength) * sum(weights)

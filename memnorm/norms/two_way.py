@@ -192,9 +192,8 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     def _fade_outgoing(self) -> None:
         """The weights have changed while means of backward wait for an exchange."""
         waiting: Any = self._outgoing_backward
-        decay = (
-            updates.decay_by_images(self.num_images, self.running_weight.dtype) if self.decay is None else self.decay
-        )
+        images = self.num_images.to(self.running_weight.dtype)
+        decay = updates.decay_by_images(images) if self.decay is None else self.decay
         waiting[:] = [Moments(mean, product, decay * weight) for mean, product, weight in waiting]
 
     def _remember_shared(self, name: str, union: Moments, _batches: Tensor) -> None:
