@@ -55,6 +55,8 @@ def recalibrate(
 ) -> Recalibration:
     """Replace the running statistics of every batch norm, plain or memorized, by those of `batches`.
 
+        memnorm.recalibrate(model, loader, passes="exact")
+
     `passes=1`: one pass with the norms in training mode and everything else, such as dropout, in eval mode. The
     statistics are exact for the inputs of each layer, but the inputs of deeper layers are normalized by single batches,
     so the result still depends on the batch size. Norms that read their statistics or their memory in training
