@@ -241,15 +241,15 @@ PyObject *py_backward(PyObject *, PyObject *const *args, Py_ssize_t given) {
         !state->holds(handle, BACKWARD_MEAN, IMAGES) || !state->holds(handle, STRENGTH, STRENGTH + 1))))
         return refused();
     if (weight == Py_None && PyTuple_GetItem(wanted, 2) == Py_True) return refused();  // a bias alone
-    Ref results(PyTuple_New(5));
-    void *gradients[5] = {};
-    for (Py_ssize_t i = 0; results && i < 5; i++) {
+    // Not in a tuple yet: another thread could take hold of it through the garbage collector while it is filled.
+    Ref results[4] = {Ref(nullptr), Ref(nullptr), Ref(nullptr), Ref(nullptr)};
+    void *gradients[4] = {};
+    for (Py_ssize_t i = 0; i < 4; i++) {
         bool of_data = i == 0 || i == 3;
         int64_t bytes = of_data ? data.x.bytes() : data.c * data.width();
-        PyObject *one = i < 4 ? gradient_of(of_data ? x : weight, bytes, wanted, i, gradients[i]) : none();
-        if (!one || PyTuple_SetItem(results.object, i, one)) return nullptr;
+        results[i] = Ref(gradient_of(of_data ? x : weight, bytes, wanted, i, gradients[i]));
+        if (!results[i]) return nullptr;
     }
-    if (!results) return nullptr;
     bool run = by_kind(data.x.kind, [&](auto t, auto s) {
         using T = decltype(t);
         using S = decltype(s);
@@ -284,7 +284,7 @@ PyObject *py_backward(PyObject *, PyObject *const *args, Py_ssize_t given) {
     });
     if (!run) return nullptr;
     if (remembers && recording && !mark_written(handle, BACKWARD_MEAN, IMAGES)) return nullptr;
-    return results.release();
+    return PyTuple_Pack(5, results[0].object, results[1].object, results[2].object, results[3].object, Py_None);
 }
 
 // Subtract its mean from each row.

@@ -92,33 +92,30 @@ inline void forget(PyObject *capsule) { delete static_cast<State *>(PyCapsule_Ge
 
 // The handle of these buffers; null without an error if the kernels cannot use them, null with one if memory is out.
 inline PyObject *make_handle(PyObject *buffers) {
-    // The handle owns the tensors before they are checked: another thread may replace them in the dictionary meanwhile.
-    Ref handle(PyTuple_New(State::HANDLE));
-    if (!handle) return nullptr;
+    // A list owns the tensors before they are checked: another thread may replace them in the dictionary meanwhile. It
+    // may also find a tuple through the garbage collector, which could then not be filled any more.
+    Ref owned(PyList_New(0)), aliases(PyList_New(0));
+    if (!owned || !aliases) return nullptr;
     PyObject *tensors[BUFFERS];
     for (int i = 0; i < BUFFERS; i++) {
         tensors[i] = PyDict_GetItem(buffers, State::name(i));
         if (!tensors[i]) tensors[i] = Py_None;
         if (tensors[i] == Py_None && i < BACKWARD_MEAN) return nullptr;
-        Py_INCREF(tensors[i]);
-        PyTuple_SetItem(handle.object, i, tensors[i]);
+        if (PyList_Append(owned.object, tensors[i])) return nullptr;
     }
     auto *state = new (std::nothrow) State();
     if (!state) return PyErr_NoMemory();
     Ref capsule(PyCapsule_New(state, State::NAME, forget));
     if (!capsule) return delete state, nullptr;
     if (!state->check(tensors)) return PyErr_Clear(), nullptr;
-    Ref aliases(PyTuple_New(BUFFERS));
-    if (!aliases) return nullptr;
     for (int i = 0; i < BUFFERS; i++) {
-        PyObject *alias = tensors[i] == Py_None ? nullptr : call(tensors[i], torch.detach).release();
-        if (!alias && PyErr_Occurred()) return nullptr;
-        if (!alias) Py_INCREF(alias = Py_None);
-        PyTuple_SetItem(aliases.object, i, alias);
+        Ref alias(tensors[i] == Py_None ? nullptr : call(tensors[i], torch.detach).release());
+        if (!alias && tensors[i] != Py_None) return nullptr;
+        if (PyList_Append(aliases.object, alias ? alias.object : Py_None)) return nullptr;
     }
-    PyTuple_SetItem(handle.object, State::ALIASES, aliases.release());
-    PyTuple_SetItem(handle.object, State::CAPSULE, capsule.release());
-    return handle.release();
+    Ref kept(PyList_AsTuple(aliases.object));
+    if (!kept || PyList_Append(owned.object, kept.object) || PyList_Append(owned.object, capsule.object)) return nullptr;
+    return PyList_AsTuple(owned.object);
 }
 
 // Tell autograd that the buffers [first, end) have changed, and the number of images if `counted`.
