@@ -17,6 +17,7 @@ STYLE = (
     "@media(prefers-color-scheme:dark){text{fill:#ccc}.axis{stroke:#777}}"
 )
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 600, 320, 40, 80, 20, 275
+ALONE = ("GROUP",)  # normalises each image alone: the same at every micro-batch size
 RIGHT_OF_MEANS = 165  # its names are longer
 Curve = Mapping[int, float]  # errors of one seed, by iteration or batch size
 
@@ -88,7 +89,8 @@ def lines(arms: Mapping[str, Sequence[Curve]], title: str) -> str:
 
 def means(arms: Mapping[str, Mapping[int, Mapping[int, float]]]) -> str:
     """Errors by arm, micro-batch size and seed: a line through the means, a bar from the least to the largest seed, and
-    BN at 32 as a dashed line. Seeds that did not train are left out and named below the figure.
+    BN at 32 as a dashed line. An arm that does not depend on the size is a level line. Seeds that did not train are
+    left out and named below the figure.
     """
     trained = {
         arm: {size: found for size, seeds in sizes.items() if (found := [y for y in seeds.values() if y < STUCK])}
@@ -104,6 +106,8 @@ def means(arms: Mapping[str, Mapping[int, Mapping[int, float]]]) -> str:
             continue
         points = {size: frame.at(size, Sample(ys).mean) for size, ys in sorted(sizes.items())}
         pairs = [[points[size], points[2 * size]] for size in points if 2 * size in points]  # no line over a gap
+        if arm in ALONE:
+            pairs = [[(LEFT, points[32][1]), points[32]]]
         parts += [polyline(pair, COLOURS[arm], 3 if arm == "two-way" else 1.5) for pair in pairs]
         for size, (x, y) in points.items():
             top, bottom = (frame.at(size, extreme(sizes[size]))[1] for extreme in (max, min))

@@ -210,20 +210,21 @@ def rivals(base: RunSpec, options: dict[str, Any], seeds: int) -> list[Arm]:
 
 def micro_batches() -> list[Arm]:
     """Micro-batches of 1 to 32 images at 32 images per update. Learning rates are chosen at micro-batches of 2. Runs at
-    2 and 32, which the expectation is about, come first.
+    2 and 32, which the expectation is about, come first. Group norm, which normalises each image alone, is the same
+    function at every size and runs at 32.
     """
     base = RunSpec(model="resnet8", iterations=5_000, evaluations=5, recalibrate=10_000, batch_size=32)
+    bn, two_way, group, mabn = rivals(base, chosen(32), seeds=3)
     arms = [
-        *rivals(base, chosen(32), seeds=3),
+        *(bn, two_way, mabn),
         Arm("BN, centred gradients", base.but(norm="bn", model="study.networks:resnet8_centred"), seeds=3),
         Arm("MBN-2", base.but(norm="mbn", scheme="double"), seeds=3),
     ]
-    sizes = (2, 32, 4, 1, 8, 16)
     return [
         replace(one, spec=one.spec.but(batch_size=size, accumulate=32 // size), rates=RATES, tried_at=(2, 16))
-        for size in sizes
+        for size in (2, 32, 4, 1, 8, 16)
         for one in arms
-    ]
+    ] + [replace(group, rates=RATES)]
 
 
 def micro_batches_resnet20() -> list[Arm]:
