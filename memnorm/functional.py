@@ -36,12 +36,9 @@ class BackwardMemory(Protocol):
     def means(self, sum_g: Tensor, sum_gx: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
         """What to subtract: ā and q̄, from the sums of g and of g·x̂ over a batch of `count` values per channel."""
 
-    def for_kernels(self) -> tuple[Any, bool, bool]:
-        """The handle of the buffers (None if the kernels cannot use them), True to read them, True to record. Call
-        `written` after the kernels have run.
-        """
-
-    def written(self) -> None: ...
+    @property
+    def for_kernels(self) -> tuple[Any, Any, bool] | None:
+        """The layer, the handle of its buffers, True to read them; None if the kernels cannot use the buffers."""
 
 
 def batch_moments(x: Tensor) -> Moments:
@@ -160,12 +157,13 @@ def normalize_with_memory(
     """`memorized_batch_norm`, and the batch's own moments (constants). `memory`'s tensors must not change before
     backward, unless `reads_at_once`.
     """
-    if reads_at_once(x, memory.mean) and (backward is None or count_per_channel(x) > 1):
+    layer = None if backward is None else backward.for_kernels
+    if reads_at_once(x, memory.mean) and (backward is None or (layer is not None and count_per_channel(x) > 1)):
         var = memory.var.to(memory.mean).expand_as(memory.mean)
-        y, saved = cpu.forward(x, weight, bias, eps, memory.mean, var, float(memory.weight))
-        found = cpu.Saved.of(saved, x)
-        batch = Moments(found.batch_mean, found.batch_var, count_per_channel(x))
-        return with_gradient(y, saved, x, weight, bias, None, False, eps, backward), batch
+        y, call = cpu.forward(x, weight, bias, eps, memory.mean, var, float(memory.weight))
+        read = cpu.Saved.of(call[0], x)
+        batch = Moments(read.batch_mean, read.batch_var, count_per_channel(x))
+        return with_gradient(x, weight, bias, None, (y, call if layer is None else (*call[:3], *layer))), batch
     dtype = statistics_dtype(x.dtype)
     memory = Moments(memory.mean.to(dtype), memory.var.to(dtype), as_scalar(memory.weight, dtype, x.device).detach())
     if backward is not None or is_plain(x):
@@ -181,66 +179,50 @@ def reads_at_once(x: Tensor, memory_mean: Tensor) -> bool:
     return memory_mean.is_cpu and cpu.takes(x, memory_mean.dtype) and memory_mean.shape == x.shape[1:2]
 
 
-def with_gradient(
-    y: Tensor,
-    saved: bytearray,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    relu: bool,
-    eps: float,
-    backward: BackwardMemory | None = None,
-) -> Tensor:
-    """The output `y` of the kernels as a differentiable function of their input, if an input requires a gradient."""
-    if torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-    ):
-        y = _Kernels.apply(x, weight, bias, residual, (y, saved, relu, eps, backward))
-    return y
-
-
 class _Kernels(SingleLevelFunction):
-    """The layer on the CPU kernels: one node that saves its input and six vectors of C numbers.
+    """The layer on the CPU kernels: one node that saves its input and six vectors of C numbers. Its last argument is
+    (y, call): the output that the kernels have made, and what they need in backward.
 
-    Not an `autograd.Function`, whose `apply` prepares for functorch: that takes as long as a small layer, and `takes`
-    has made sure that no transform is active. Gradients may leave in the statistics' dtype: autograd casts them.
+    Not an `autograd.Function`, whose `apply` prepares for functorch: that takes as long as a small layer, and the
+    kernels have made sure that no transform is active. Gradients may leave in the statistics' dtype: autograd casts
+    them.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, call):
-        y, ctx.saved, relu, ctx.eps, ctx.memory = call
-        ctx.save_for_backward(x, weight, y if relu else None)
+    def forward(ctx, x, weight, bias, residual, made):
+        y, ctx.call = made
+        ctx.save_for_backward(x, weight, y if ctx.call[1] else None)
         return y
 
     @staticmethod
     def backward(ctx, grad_y):
         x, weight, y = ctx.saved_tensors
-        memory, wants = ctx.memory, ctx.needs_input_grad
-        if not (wants[0] or wants[1] or wants[2]):  # the residual's gradient does not pass the norm
-            return None, None, None, grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y), None
-        state = _NO_MEMORY if memory is None else memory.for_kernels()
-        if memory is None or state[0] is not None:
-            found = cpu.backward(ctx.saved, grad_y, y, x, weight, wants, state)
-            if found is not None:
-                if memory is not None:
-                    memory.written()
-                return found
-        read = cpu.Saved.of(ctx.saved, x)
-        before = Moments(read.memory_mean, read.memory_var, read.memory_weight)
-        hat = merge(before, batch_moments(x))  # under create_graph a function of x, for the second derivative
-        grad_residual = grad_y = grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y)
-        gradients = _backward(grad_y, x, weight, hat, ctx.eps, wants[0], memory)
-        results = (*gradients, grad_residual)
-        return *[one if wanted else None for one, wanted in zip(results, wants, strict=False)], None
+        call, wanted = ctx.call, ctx.needs_input_grad
+        found = cpu.module().backward(call, wanted, grad_y, y, x, weight)
+        if found is None:
+            found = cpu.backward_prepared(call, wanted, grad_y, y, x, weight)
+        return _backward_in_torch(call, wanted, grad_y, y, x, weight) if found is None else found
 
 
 if hasattr(_Kernels, "_backward_cls"):  # torch's own looks for it each time
     _Kernels._backward_cls.apply = _Kernels.backward
-_NO_MEMORY = (None, False, False)
+with_gradient = _Kernels.apply
+
+
+def _backward_in_torch(call, wanted, grad_y, y, x, weight):
+    """The backward of `_Kernels` where the kernels cannot run, as under create_graph."""
+    grad_residual = grad_y = grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y)
+    if not any(wanted[:3]):  # the residual's gradient does not pass the norm
+        return None, None, None, grad_residual, None
+    saved, _, eps, layer, handle, reading = call
+    read = cpu.Saved.of(saved, x)
+    memory = None if layer is None else layer._backward_memory(handle, reading, bool(read.recorded))
+    before = Moments(read.memory_mean, read.memory_var, read.memory_weight)
+    hat = merge(before, batch_moments(x))  # under create_graph a function of x, for the second derivative
+    results = (*_backward(grad_y, x, weight, hat, eps, wanted[0], memory), grad_residual)
+    if memory is not None:
+        read.recorded.fill_(memory.recorded)
+    return *[one if needed else None for one, needed in zip(results, wanted, strict=False)], None
 
 
 def is_plain(x: Tensor) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -42,7 +43,7 @@ from memnorm.functional import (
 )
 from memnorm.kernels import cpu
 from memnorm.modules import is_real
-from memnorm.recompute import Readings, inside_backward, may_be_recomputed
+from memnorm.recompute import Readings, inside_backward
 
 POOLED = ("running_mean", "running_var", "running_weight")
 SLOTS = ("memory_mean", "memory_var", "memory_count")
@@ -190,12 +191,19 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         """The normalised input; with `activation="relu"`, relu(norm(input) + residual), which costs no further pass
         over the data on the CPU.
         """
+        if self.training and not is_dynamo_compiling():
+            kernels = cpu.module()
+            if kernels is not None:
+                output = kernels.train(with_gradient, self, self.ranks, input, activation, residual)
+                if output is not None:
+                    return output
+        return self._forward(input, activation, residual)
+
+    def _forward(self, input: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
+        """A forward that one call of the kernels cannot compute."""
         if isinstance(input, fx.Proxy):  # a leaf for torch.fx, called as torch's own layers are
             output = input.tracer.create_proxy("call_module", input.tracer.path_of_module(self), (input,), {})
             return _completed(output, activation, residual)
-        return self._forward(input, activation, residual)
-
-    def _forward(self, input: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
         if self.training:
             output = self._train_on_kernels(input, activation, residual)
             if output is not None:
@@ -206,40 +214,26 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         return _completed(output, activation, residual)
 
     def _train_on_kernels(self, x: Tensor, activation: str | None, residual: Tensor | None) -> Tensor | None:
-        """A training forward in one call of the CPU kernels; None if they cannot do all of it."""
+        """A training forward on buffers that the kernels have not checked yet, or on copies of tensors that they cannot
+        read; None if they cannot do all of it.
+        """
+        mean: Any = self._buffers["running_mean"]
         if (
-            torch.compiler.is_dynamo_compiling()
-            or cpu.module() is None
-            or self.sync is not False
-            or self._outgoing is not None
-            or not self.track_running_stats
-            or not self.eps > 0
+            is_dynamo_compiling()
+            or mean is None
             or not _is_activation(activation)
+            or not cpu.takes(x, mean.dtype)
+            or x.dim() not in self.ranks
+            or not x.shape[1] == self.num_features < x.numel()
         ):
             return None
-        buffers = self._buffers
+        self.__dict__["_handle"] = cpu.check(self._buffers)
+        if self._handle is None:
+            return None
         weight, bias = self._affine()
-        relu, handle = activation == "relu", self._handle
-        tensors = (x, weight, bias, residual, relu, self.eps)
-        rules = (self.ranks, bool(self.recording), *self._rules())
-        found = None if handle is None else cpu.train(*tensors, handle, buffers, *rules)
-        if found is None:
-            mean = buffers["running_mean"]
-            if (
-                mean is None
-                or not cpu.takes(x, mean.dtype)
-                or x.dim() not in self.ranks
-                or not x.shape[1] == self.num_features < x.numel()
-                or (torch.is_grad_enabled() and any(one is not None and one.is_inference() for one in (x, weight)))
-                or inside_backward()
-                or may_be_recomputed()
-            ):
-                return None
-            self.__dict__["_handle"] = handle = cpu.check(buffers)
-            found = None if handle is None else cpu.train_prepared(*tensors, handle, buffers, *rules)
-            if found is None:
-                return None
-        return with_gradient(*found, x, weight, bias, residual, relu, self.eps, self._backward_memory(handle))
+        made = cpu.train_prepared(self, x, weight, bias, residual, activation == "relu")
+        output: Tensor | None = None if made is None else with_gradient(x, weight, bias, residual, made)
+        return output
 
     def _forward_in_torch(self, input: Tensor) -> Tensor:
         group = group_of_ranks(self.sync)
@@ -257,7 +251,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         memory = self._kept_readings.recall(constant_moments(input)) if replaying else None
         if memory is None:
             memory = self._read(count, reads_at_once(input, self.running_mean))
-        backward = self._backward_memory(None)
+        backward = self._backward_memory()
         output, batch = normalize_with_memory(input, self.weight, self.bias, memory, self.eps, backward)
         self._after_forward(input, batch, memory, compiling, replaying)
         return output
@@ -278,7 +272,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         memory = self._kept_readings.recall(batch) if replaying else None
         if memory is None:
             memory = self._read(batch.weight)
-        backward = self._backward_memory(None)
+        backward = self._backward_memory()
         output = normalize_jointly(x, self.weight, self.bias, batch, memory, self.eps, group, backward)
         self._after_forward(x, batch, memory, compiling, replaying)
         return output
@@ -291,7 +285,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         if self.recording:
             self._record(batch, x)
 
-    def _backward_memory(self, _handle: Any) -> BackwardMemory | None:
+    def _backward_memory(self) -> BackwardMemory | None:
         """What the backward of this forward remembers of earlier ones; the paper's layer remembers nothing."""
         return None
 

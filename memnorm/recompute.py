@@ -60,11 +60,6 @@ def inside_function() -> bool:
     return not (torch.is_grad_enabled() or is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
-def may_be_recomputed() -> bool:
-    """Return True if the running forward may be recomputed in backward."""
-    return inside_function() or top_saved_tensors_hooks(True) is not None
-
-
 class Reading(NamedTuple):
     """The `memory` that one training forward read, and the moments of its batch."""
 

@@ -149,6 +149,12 @@ def _noticed(scale: Any) -> Any:
     return noticed
 
 
+def _suspend_kernels(on: bool) -> None:
+    """While the memory belongs to a scaled loss, let forwards come through Python, which ends that first."""
+    if cpu.module() is not None:
+        cpu.module().suspend(on)
+
+
 class _ScaledBackward:
     """The backward of a scaled loss, while it runs."""
 
@@ -164,6 +170,7 @@ class _ScaledBackward:
         scale = loss_scale(scaler)
         self.scale, self._task = torch.where(scale > 0, scale, 1.0), task  # 0: the scaler has given up
         self._multiply(self.scale)
+        _suspend_kernels(True)
         if queue_callback is not None:
             queue_callback(self.leave)
 
@@ -172,6 +179,7 @@ class _ScaledBackward:
         if self.scale is not None:
             self._multiply(1 / self.scale)
             self.scale = None
+            _suspend_kernels(False)
 
     def _multiply(self, factor: Tensor) -> None:
         """Through .data: autograd must not count this as a change."""

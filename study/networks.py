@@ -27,12 +27,21 @@ def resnet8_centred(num_classes: int, in_channels: int, mode: Any = "gradients")
 class ForwardMemory2d(TwoWayBatchNorm2d):
     """Two-way memory without its backward half: backward is the derivative of the forward, as in the paper."""
 
-    def _backward_memory(self, _handle: Any) -> None:  # type: ignore[override]
+    def forward(self, input: Tensor, **_: Any) -> Tensor:
+        return self._forward(input, None, None)
+
+    def _train_on_kernels(self, *_: object) -> None:
+        return None
+
+    def _backward_memory(self, *_: object) -> None:  # type: ignore[override]
         return None
 
 
 class BackwardMemory2d(TwoWayBatchNorm2d):
     """Two-way memory without its forward half: forward is plain batch norm."""
+
+    def forward(self, input: Tensor, **_: Any) -> Tensor:
+        return self._forward(input, None, None)
 
     def _train_on_kernels(self, *_: object) -> None:
         return None

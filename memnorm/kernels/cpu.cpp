@@ -51,6 +51,8 @@ bool among(PyObject *ranks, Py_ssize_t rank) {
     return false;
 }
 
+bool suspended = false;  // what layers remember of backward belongs to a scaled loss at the moment
+
 // Data of a layer: x of (N, C, …), tensors of its shape, parameters of its channels.
 struct Data {
     View x;
@@ -68,7 +70,7 @@ struct Data {
     bool fits() const { return dense && n * c * l > 0; }
     bool wide() const { return x.kind == FLOAT64; }
     int64_t width() const { return wide() ? 8 : 4; }  // of a statistic, in bytes
-    int64_t saved_bytes() const { return (6 * c + 1) * width(); }
+    int64_t saved_bytes() const { return (6 * c + 2) * width(); }
 
     // The address of a tensor of x's shape, kind and layout; null for None; `ok` becomes false for another tensor.
     void *matching(PyObject *tensor, bool &ok) const {
@@ -87,25 +89,27 @@ struct Data {
     }
 };
 
-// The arguments that `train` and `forward` share: x, weight, bias, residual, relu, eps, threads.
+// The threads to use; torch is asked only if the data are worth a second one.
+int64_t threads_for(const Data &data) {
+    if (data.n * data.c * data.l < ALONE) return 1;
+    Ref threads = ask(torch.get_num_threads);
+    int64_t found = threads ? PyLong_AsLongLong(threads.object) : 1;
+    return PyErr_Clear(), found;
+}
+
+// A forward: x, weight, bias and residual as the kernels read them, and what it makes of them.
 struct Call {
-    static constexpr Py_ssize_t ARGUMENTS = 7;
     Data data;
-    bool ok = true, relu;
+    bool ok, relu;
     void *weight, *bias, *residual, *out = nullptr;
     double eps;
-    int64_t threads;
     Ref y{nullptr}, saved{nullptr};
 
-    explicit Call(PyObject *const *args) : data(args[0]) {
-        ok = data.fits();
-        weight = ok ? data.vector(args[1], ok) : nullptr;
-        bias = ok ? data.vector(args[2], ok) : nullptr;
-        residual = ok ? data.matching(args[3], ok) : nullptr;
-        relu = args[4] == Py_True;
+    Call(PyObject *const *tensors, bool relu, double eps) : data(tensors[0]), ok(data.fits()), relu(relu), eps(eps) {
+        weight = ok ? data.vector(tensors[1], ok) : nullptr;
+        bias = ok ? data.vector(tensors[2], ok) : nullptr;
+        residual = ok ? data.matching(tensors[3], ok) : nullptr;
         ok = ok && (relu || !residual);
-        eps = PyFloat_AsDouble(args[5]);
-        threads = PyLong_AsLongLong(args[6]);
     }
     bool allocate(PyObject *x) {
         y.object = empty_like(x, data.x.bytes(), out);
@@ -122,77 +126,114 @@ struct Call {
         job.relu = relu;
         job.eps = eps;
         job.y = static_cast<T *>(out);
-        // What backward reads in addition to x: six vectors and the memory's weight.
+        // What backward reads in addition to x: six vectors, the memory's weight, and 1 once it was recorded.
         job.saved_mean = reinterpret_cast<S *>(PyByteArray_AsString(saved.object));
         job.saved_var = job.saved_mean + job.c;
         job.hat_mean = job.saved_var + job.c;
         job.hat_inv = job.hat_mean + job.c;
         job.batch_mean = job.hat_inv + job.c;
         job.batch_var = job.batch_mean + job.c;
+        job.batch_var[job.c + 1] = 0;
         return job;
     }
-    template <class T, class S> void run_forward(Forward<T, S> &job, double memory_weight) const {
+    template <class T, class S> void run_forward(Forward<T, S> &job, double memory_weight, int64_t threads) const {
         job.memory_weight = job.batch_var[job.c] = S(memory_weight);
         run(job, data.planes, threads);
     }
+    // (y, call): the output and what its backward gets, (saved, relu, eps, layer, handle, reading). The last three are
+    // for a layer with a backward memory; a layer without one is None.
+    PyObject *with(PyObject *layer, PyObject *handle, bool reading) const {
+        Ref number(PyFloat_FromDouble(eps));
+        PyObject *flags[] = {Py_False, Py_True};
+        Ref rest(number ? PyTuple_Pack(6, saved.object, flags[relu], number.object, layer, handle, flags[reading]) : nullptr);
+        return rest ? PyTuple_Pack(2, y.object, rest.object) : nullptr;
+    }
 };
 
-// Normalise with the memory (mean, var, weight) of the last arguments, which is read only.
+// forward(x, weight, bias, residual, relu, eps, mean, var, memory_weight): normalise with a memory that is read only.
 PyObject *py_forward(PyObject *, PyObject *const *args, Py_ssize_t given) {
-    if (!introduced() || !arity(given, Call::ARGUMENTS + 3)) return nullptr;
+    if (!introduced() || !arity(given, 9)) return nullptr;
     if (!unobserved()) return refused();
-    Call call(args);
-    PyObject *const *memory = args + Call::ARGUMENTS;
-    void *mean = call.ok ? call.data.vector(memory[0], call.ok) : nullptr;
-    void *var = call.ok ? call.data.vector(memory[1], call.ok) : nullptr;
-    double weight = PyFloat_AsDouble(memory[2]);
+    Call call(args, args[4] == Py_True, PyFloat_AsDouble(args[5]));
+    void *mean = call.ok ? call.data.vector(args[6], call.ok) : nullptr;
+    void *var = call.ok ? call.data.vector(args[7], call.ok) : nullptr;
+    double weight = PyFloat_AsDouble(args[8]);
     if (!call.ok || !mean || !var || PyErr_Occurred()) return refused();
     if (!call.allocate(args[0])) return nullptr;
+    int64_t threads = threads_for(call.data);
     bool run = by_kind(call.data.x.kind, [&](auto t, auto s) {
         auto job = call.job<decltype(t), decltype(s)>();
         using S = decltype(s);
         job.memory_mean = static_cast<const S *>(mean);
         job.memory_var = static_cast<const S *>(var);
         Unlocked unlocked;
-        call.run_forward(job, weight);
+        call.run_forward(job, weight, threads);
     });
-    return run ? PyTuple_Pack(2, call.y.object, call.saved.object) : nullptr;
+    return run ? call.with(Py_None, Py_None, false) : nullptr;
 }
 
-// Normalise with the memory of a layer's buffers; then make the batch the newest remembered one, if `recording`.
-PyObject *py_train(PyObject *, PyObject *const *args, Py_ssize_t given) {
-    if (!arity(given, Call::ARGUMENTS + 8)) return nullptr;
-    PyObject *const *layer = args + Call::ARGUMENTS;
-    PyObject *handle = layer[0], *buffers = layer[1], *ranks = layer[2];
+// Normalise x by its own moments and the memory in the layer's buffers; then make the batch the newest remembered one,
+// if the layer records. `tensors` are x, weight, bias, residual.
+PyObject *train(const LayerFields &layer, PyObject *const *tensors, PyObject *ranks, bool relu) {
+    PyObject *handle = layer.get(CHECKED);
+    if (handle == Py_None || !layer.trains_alone() || !unobserved() || !runs_once()) return refused();
+    Py_INCREF(handle);
+    Ref owned(handle);  // another thread may replace it while the lock is released
     const State *state = State::of(handle);
     if (!state) return nullptr;
-    if (!PyTuple_Check(ranks) || !PyDict_Check(buffers)) return PyErr_Format(PyExc_TypeError, "expected a dictionary and a tuple");
-    if (!unobserved() || !runs_once()) return refused();
-    Call call(args);
+    Call call(tensors, relu, layer.number(EPS));
     const Data &data = call.data;
     // An inference tensor cannot be saved for backward: that must fail before anything is recorded.
-    for (PyObject *saved : {args[0], args[1]})
+    for (PyObject *saved : {tensors[0], tensors[1]})
         if (saved != Py_None && is_true(::call(saved, torch.is_inference)) && is_true(ask(torch.grad_enabled))) return refused();
-    if (!call.ok || data.wide() != state->wide || data.c != state->c || data.n * data.l < 2 || !among(ranks, data.x.rank) ||
-        !state->holds(handle, buffers))
+    if (!call.ok || !(call.eps > 0) || data.wide() != state->wide || data.c != state->c || data.n * data.l < 2 ||
+        !among(ranks, data.x.rank) || !state->holds(handle, layer.get(LAYER_BUFFERS)))
         return refused();
-    bool recording = layer[3] == Py_True, prior_always = layer[6] == Py_True, evenly = layer[7] == Py_True;
-    double decay = PyFloat_AsDouble(layer[4]), prior_weight = PyFloat_AsDouble(layer[5]);
-    if (PyErr_Occurred() || !call.allocate(args[0])) return nullptr;
+    bool two_way = state->at<void>(BACKWARD_MEAN), recording = layer.records(), evenly = layer.get(MOMENTUM) == Py_None;
+    bool prior_always = !evenly && layer.get(PRIOR_FROM_INIT) == Py_True;
+    double decay = two_way ? 1 : layer.number(DECAY), prior_weight = layer.number(PRIOR_WEIGHT);
+    if (PyErr_Occurred()) return nullptr;
+    if (two_way && (!layer.note_run() || suspended)) return refused();
+    if (!call.allocate(tensors[0])) return nullptr;
     double strength = *state->at<double>(STRENGTH);
-    bool run = by_kind(call.data.x.kind, [&](auto t, auto s) {
+    int64_t threads = threads_for(data);
+    bool run = by_kind(data.x.kind, [&](auto t, auto s) {
         auto job = call.job<decltype(t), decltype(s)>();
         auto memory = state->memory<decltype(s)>();
         memory.decay = decay, memory.prior_weight = prior_weight, memory.prior_always = prior_always, memory.evenly = evenly;
         Unlocked unlocked;
         job.memory_mean = memory.running_mean;
         job.memory_var = memory.running_var;
-        call.run_forward(job, evenly ? 0 : strength * memory.weight(job.count()));
+        call.run_forward(job, evenly ? 0 : strength * memory.weight(job.count()), threads);
         if (recording) record(memory, job.batch_mean, job.batch_var, job.count(), job.n);
     });
     if (!run) return nullptr;
     if (recording && !mark_written(handle, MEAN, state->slots ? BACKWARD_MEAN : SLOT_MEANS, state->at<void>(IMAGES))) return nullptr;
-    return PyTuple_Pack(2, call.y.object, call.saved.object);
+    return two_way ? call.with(layer.layer, handle, !evenly) : call.with(Py_None, Py_None, false);
+}
+
+// train(with_gradient, layer, ranks, x, activation, residual): the output of a layer in training, differentiable; or None.
+PyObject *py_train(PyObject *, PyObject *const *args, Py_ssize_t given) {
+    if (!introduced() || !arity(given, 6)) return nullptr;
+    PyObject *with_gradient = args[0], *ranks = args[2], *x = args[3], *activation = args[4], *residual = args[5];
+    LayerFields layer(args[1]);
+    if (!layer || !PyTuple_Check(ranks)) return PyErr_Format(PyExc_TypeError, "expected a layer and a tuple");
+    bool relu = activation != Py_None;
+    if (relu && !(PyUnicode_Check(activation) && !PyUnicode_CompareWithASCIIString(activation, "relu"))) return refused();
+    Ref weight = layer.parameter(WEIGHT_NAME), bias = layer.parameter(BIAS_NAME);
+    if (!weight || !bias) return refused();
+    PyObject *tensors[] = {x, weight.object, bias.object, residual};
+    Ref made(train(layer, tensors, ranks, relu));
+    if (!made || made.object == Py_None) return made.release();
+    return PyObject_CallFunctionObjArgs(with_gradient, x, weight.object, bias.object, residual, made.object, nullptr);
+}
+
+// train_prepared(layer, ranks, x, weight, bias, residual, relu): the same for copies of the tensors; (y, call), or None.
+PyObject *py_train_prepared(PyObject *, PyObject *const *args, Py_ssize_t given) {
+    if (!introduced() || !arity(given, 7)) return nullptr;
+    LayerFields layer(args[0]);
+    if (!layer || !PyTuple_Check(args[1])) return PyErr_Format(PyExc_TypeError, "expected a layer and a tuple");
+    return train(layer, args + 2, args[1], args[6] == Py_True);
 }
 
 // Make the batch (mean, var, count) the newest remembered one, as `train` does, but count no images. True if it was done.
@@ -218,38 +259,42 @@ PyObject *py_record(PyObject *, PyObject *const *args, Py_ssize_t given) {
     return PyBool_FromLong(1);
 }
 
-// A tensor for a gradient that is wanted; None for another.
-PyObject *gradient_of(PyObject *tensor, int64_t bytes, PyObject *wanted, Py_ssize_t argument, void *&data) {
-    if (PyTuple_GetItem(wanted, argument) != Py_True || tensor == Py_None) return none();
-    return empty_like(tensor, bytes, data);
-}
-
-// The gradients of (x, weight, bias, residual) that `wanted` names, and None for autograd's last argument.
+// backward(call, wanted, g, y, x, weight): the gradients of (x, weight, bias, residual) that `wanted` names, and None for
+// autograd's last argument; None if the kernels cannot make them. `call` is what the forward returned.
 PyObject *py_backward(PyObject *, PyObject *const *args, Py_ssize_t given) {
-    if (!introduced() || !arity(given, 10)) return nullptr;
-    PyObject *saved = args[0], *x = args[3], *weight = args[4], *wanted = args[5], *handle = args[7];
-    int64_t threads = PyLong_AsLongLong(args[6]);
-    bool reading = args[8] == Py_True, recording = args[9] == Py_True, remembers = handle != Py_None, ok = true;
-    if (PyErr_Occurred() || !PyTuple_Check(wanted) || PyTuple_Size(wanted) < 4) return PyErr_Format(PyExc_TypeError, "unexpected arguments");
+    if (!introduced() || !arity(given, 6)) return nullptr;
+    PyObject *call = args[0], *wanted = args[1], *x = args[4], *weight = args[5];
+    if (!PyTuple_Check(call) || PyTuple_Size(call) != 6 || !PyTuple_Check(wanted) || PyTuple_Size(wanted) < 4)
+        return PyErr_Format(PyExc_TypeError, "unexpected arguments");
+    PyObject *saved = PyTuple_GetItem(call, 0), *owner = PyTuple_GetItem(call, 3), *handle = PyTuple_GetItem(call, 4);
+    bool remembers = owner != Py_None, wants[4];
+    for (int i = 0; i < 4; i++) wants[i] = PyTuple_GetItem(wanted, i) == Py_True;
+    if (!(wants[0] || wants[1] || wants[2])) return refused();  // the residual's gradient does not pass the norm
     if (is_true(ask(torch.grad_enabled)) || !unobserved()) return refused();
+    LayerFields layer(remembers ? owner : nullptr);
     Data data(x);
     if (!data.fits() || !PyByteArray_Check(saved) || PyByteArray_Size(saved) != data.saved_bytes()) return refused();
-    void *g = data.matching(args[1], ok), *y = ok ? data.matching(args[2], ok) : nullptr;
+    bool ok = true;
+    void *g = data.matching(args[2], ok), *y = ok ? data.matching(args[3], ok) : nullptr;
     void *gain = ok ? data.vector(weight, ok) : nullptr;
     const State *state = remembers ? State::of(handle) : nullptr;
-    if (!ok || !g || (remembers && (!state || state->wide != data.wide() || state->c != data.c || !state->at<void>(BACKWARD_MEAN) ||
-        !state->holds(handle, BACKWARD_MEAN, IMAGES) || !state->holds(handle, STRENGTH, STRENGTH + 1))))
+    if (!ok || !g || (remembers && (!layer || !state || state->wide != data.wide() || state->c != data.c ||
+        !state->at<void>(BACKWARD_MEAN) || !state->holds(handle, BACKWARD_MEAN, IMAGES) ||
+        !state->holds(handle, STRENGTH, STRENGTH + 1) || layer.get(OUTGOING_BACKWARD) != Py_None)))
         return refused();
-    if (weight == Py_None && PyTuple_GetItem(wanted, 2) == Py_True) return refused();  // a bias alone
+    if (weight == Py_None && wants[2]) return refused();  // a bias alone
     // Not in a tuple yet: another thread could take hold of it through the garbage collector while it is filled.
     Ref results[4] = {Ref(nullptr), Ref(nullptr), Ref(nullptr), Ref(nullptr)};
     void *gradients[4] = {};
     for (Py_ssize_t i = 0; i < 4; i++) {
         bool of_data = i == 0 || i == 3;
+        PyObject *like = of_data ? x : weight;
         int64_t bytes = of_data ? data.x.bytes() : data.c * data.width();
-        results[i] = Ref(gradient_of(of_data ? x : weight, bytes, wanted, i, gradients[i]));
+        results[i] = Ref(wants[i] && like != Py_None ? empty_like(like, bytes, gradients[i]) : none());
         if (!results[i]) return nullptr;
     }
+    bool reading = PyTuple_GetItem(call, 5) == Py_True, recording = remembers && layer.records(), recorded = false;
+    int64_t threads = threads_for(data);
     bool run = by_kind(data.x.kind, [&](auto t, auto s) {
         using T = decltype(t);
         using S = decltype(s);
@@ -269,21 +314,25 @@ PyObject *py_backward(PyObject *, PyObject *const *args, Py_ssize_t given) {
         job.offset = job.slope + job.c;
         if (!job.grad_weight) job.grad_weight = job.offset + job.c;
         if (!job.grad_bias) job.grad_bias = job.offset + 2 * job.c;
-        const S *numbers = reinterpret_cast<const S *>(PyByteArray_AsString(saved));
+        S *numbers = reinterpret_cast<S *>(PyByteArray_AsString(saved));
         job.hat_mean = numbers + 2 * job.c;
         job.hat_inv = numbers + 3 * job.c;
         job.memory_weight = numbers[6 * job.c];
         Unlocked unlocked;
         if (!remembers) return ::run(job, data.planes, threads);
-        auto memory = state->backward_memory<S>(reading, recording);
+        auto memory = state->backward_memory<S>(reading);
         job.past_mean = memory.mean;
         job.past_product = memory.product;
         job.memory_weight = memory.read_weight();
         ::run(job, data.planes, threads);
-        if (recording) record_backward(memory, job.c, job.grad_bias, job.grad_weight, job.count());
+        S &done = numbers[6 * job.c + 1];
+        if (recording && done == 0)
+            done = 1, recorded = record_backward(memory, job.c, job.grad_bias, job.grad_weight, job.count());
     });
-    if (!run) return nullptr;
-    if (remembers && recording && !mark_written(handle, BACKWARD_MEAN, IMAGES)) return nullptr;
+    if (!run || (recorded && !mark_written(handle, BACKWARD_MEAN, IMAGES))) return nullptr;
+    if (recorded && layer.get(HAS_OPTIMIZER) != Py_True && state->holds(handle, layer.get(LAYER_BUFFERS), BACKWARD_WEIGHT) &&
+        !Ref(PyObject_CallMethodObjArgs(owner, torch.count_backward, nullptr)))
+        return nullptr;
     return PyTuple_Pack(5, results[0].object, results[1].object, results[2].object, results[3].object, Py_None);
 }
 
@@ -361,6 +410,12 @@ PyObject *py_fade(PyObject *, PyObject *const *args, Py_ssize_t given) {
     return PyBool_FromLong(1);
 }
 
+PyObject *py_suspend(PyObject *, PyObject *const *args, Py_ssize_t given) {
+    if (!arity(given, 1)) return nullptr;
+    suspended = args[0] == Py_True;
+    return none();
+}
+
 PyObject *py_check(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!introduced() || !arity(given, 1)) return nullptr;
     if (!PyDict_Check(args[0])) return PyErr_Format(PyExc_TypeError, "expected a dictionary");
@@ -380,15 +435,15 @@ PyCFunction method(PyObject *(*function)(PyObject *, PyObject *const *, Py_ssize
 PyMethodDef methods[] = {
     {"introduce", method(py_introduce), METH_FASTCALL, "The objects of torch that the rest needs; call it first, once."},
     {"check", method(py_check), METH_FASTCALL, "check(buffers): the handle of a layer's buffers, or None"},
-    {"train", method(py_train), METH_FASTCALL,
-        "train(x, weight, bias, residual, relu, eps, threads, handle, buffers, ranks, recording, decay, prior_weight, "
-        "prior_always, evenly): (y, saved), or None"},
+    {"train", method(py_train), METH_FASTCALL, "train(with_gradient, layer, ranks, x, activation, residual): the output, or None"},
+    {"train_prepared", method(py_train_prepared), METH_FASTCALL,
+        "train_prepared(layer, ranks, x, weight, bias, residual, relu): (y, call), or None"},
+    {"suspend", method(py_suspend), METH_FASTCALL, "suspend(on): make `train` refuse layers with a backward memory"},
     {"forward", method(py_forward), METH_FASTCALL,
-        "forward(x, weight, bias, residual, relu, eps, threads, mean, var, memory_weight): (y, saved), or None"},
+        "forward(x, weight, bias, residual, relu, eps, mean, var, memory_weight): (y, call), or None"},
     {"record", method(py_record), METH_FASTCALL,
         "record(handle, mean, var, count, decay, prior_weight, prior_always, evenly): True if it was done"},
-    {"backward", method(py_backward), METH_FASTCALL,
-        "backward(saved, g, y, x, weight, wanted, threads, handle, reading, recording): gradients, or None"},
+    {"backward", method(py_backward), METH_FASTCALL, "backward(call, wanted, g, y, x, weight): gradients, or None"},
     {"fade", method(py_fade), METH_FASTCALL, "fade([(handle, buffers, factor or None), …]): True if it was done"},
     {"center", method(py_center), METH_FASTCALL, "center(otherwise, weight)"},
     {nullptr, nullptr, 0, nullptr}};

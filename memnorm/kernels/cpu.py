@@ -58,7 +58,7 @@ def introduce_torch(compiled: Any, exchange: Any) -> None:
     hooks = _torch.top_saved_tensors_hooks
     compiled.introduce(
         *(Tensor, nn.Parameter, *_DTYPES, torch.int64, torch.empty_like, _torch.increment_version),
-        *(_OBSERVERS, forward_ad, *functions, hooks, torch.is_inference_mode_enabled, exchange),
+        *(_OBSERVERS, forward_ad, *functions, hooks, torch.is_inference_mode_enabled, torch.get_num_threads, exchange),
     )
 
 
@@ -110,45 +110,39 @@ def check(buffers: Any) -> Any:
     return found
 
 
-def train(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, relu: bool, eps: float, *layer: Any
-) -> tuple[Tensor, bytearray] | None:
-    """relu(norm(x) + residual), or norm(x) without `relu`, and what `backward` and `Saved` read.
-
-    `layer` is the handle of a layer's buffers, the buffers, the ranks of data it takes, True to record the batch, and
-    how: decay, prior_weight, True if the initial statistics count as trained, True to pool all batches evenly.
-    """
-    found: Any = module().train(x, weight, bias, residual, relu, eps, torch.get_num_threads(), *layer)
-    return found
-
-
 def train_prepared(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *rest: Any
-) -> tuple[Tensor, bytearray] | None:
-    """`train` on copies that the kernels can read. `takes(x)` must be True."""
+    layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, relu: bool
+) -> Any:
+    """A training forward of `layer`, whose buffers `check` has seen, on copies of the tensors that the kernels read.
+    Returns the output and what `backward` and `Saved` read of it. `takes(x)` must be True.
+    """
     data, (weight, bias) = _dense(x), _vectors(x, weight, bias)
     if residual is not None:
         if not _is_alike(residual, x):
             return None
         residual = _like(residual, data)
-    found = train(data, weight, bias, residual, *rest)
-    return found and (found[0].to(x.dtype), found[1])
+    return _in_dtype(module().train_prepared(layer, layer.ranks, data, weight, bias, residual, relu), x.dtype)
 
 
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mean: Tensor, var: Tensor, memory_weight: float
-) -> tuple[Tensor, bytearray]:
+) -> Any:
     """norm(x) with a memory that is only read, and what `backward` and `Saved` read. `takes(x)` must be True."""
-    rest = (None, False, eps, torch.get_num_threads())
-    found = module().forward(x, weight, bias, *rest, mean, var, memory_weight)
+    found = module().forward(x, weight, bias, None, False, eps, mean, var, memory_weight)
     if found is None:
         weight, bias, mean, var = _vectors(x, weight, bias, mean, var)
-        found = module().forward(_dense(x), weight, bias, *rest, mean, var, memory_weight)
-    return found[0].to(x.dtype), found[1]
+        found = module().forward(_dense(x), weight, bias, None, False, eps, mean, var, memory_weight)
+    return _in_dtype(found, x.dtype)
+
+
+def _in_dtype(made: Any, dtype: torch.dtype) -> Any:
+    return made if made is None or made[0].dtype is dtype else (made[0].to(dtype), made[1])
 
 
 class Saved(NamedTuple):
-    """What a forward saves in addition to its input: vectors of C, and the memory's weight."""
+    """What a forward saves in addition to its input: vectors of C, the memory's weight, and 1 once its backward has
+    been recorded. The tensors share the memory of `saved`.
+    """
 
     memory_mean: Tensor
     memory_var: Tensor
@@ -157,44 +151,41 @@ class Saved(NamedTuple):
     batch_mean: Tensor
     batch_var: Tensor
     memory_weight: Tensor
+    recorded: Tensor
 
     @classmethod
     def of(cls, saved: bytearray, x: Tensor) -> Saved:
         numbers = torch.frombuffer(saved, dtype=_STATISTICS[x.dtype])
-        return cls(*numbers[:-1].view(6, -1).unbind(), numbers[-1])  # type: ignore[call-arg]
+        return cls(*numbers[:-2].view(6, -1).unbind(), *numbers[-2:].unbind())
 
 
-def backward(
-    saved: bytearray,
-    grad_y: Tensor,
-    y: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    wanted: tuple[bool, ...],
-    memory: tuple[Any, bool, bool],
+def backward_prepared(
+    call: Any, wanted: tuple[bool, ...], grad_y: Tensor, y: Tensor | None, x: Tensor, weight: Tensor | None
 ) -> Any:
     """The wanted gradients of x, weight, bias and residual, those of vectors in the statistics' dtype, and a None; or
-    None if the formula in torch operations must run.
+    None if the formula in torch operations must run. Works on copies that the kernels can read.
 
-    `y` is the output if a ReLU made it, else None. `memory`: the handle of the buffers with a backward memory, or None;
-    True to read it; True to record.
+    `call` is what the forward returned besides its output, `y` the output if a ReLU made it, else None.
     """
-    threads = torch.get_num_threads()
-    found = module().backward(saved, grad_y, y, x, weight, wanted, threads, *memory)
-    if found is not None or torch.is_grad_enabled() or not (unobserved() and is_gradient(grad_y)):
-        return found
+    if torch.is_grad_enabled() or not (unobserved() and is_gradient(grad_y) and any(wanted[:3])):
+        return None
     data = _dense(x)
     y, grad_y = None if y is None else _like(y, data), _like(grad_y, data)
     (gain,) = _vectors(x, weight)
     needs = wanted[:4]
     if gain is None and wanted[2]:  # the gradients of vectors are made like the weight
         gain, needs = data.new_ones(x.shape[1], dtype=_STATISTICS[x.dtype]), (wanted[0], False, *wanted[2:4])
-    found = module().backward(saved, grad_y, y, data, gain, needs, threads, *memory)
+    found = module().backward(call, needs, grad_y, y, data, gain)
     if found is None:
         return None
     grad_x, grad_weight, grad_bias, grad_residual, _ = found
     narrow = [None if one is None else one.to(x.dtype) for one in (grad_x, grad_residual)]
     return narrow[0], grad_weight, grad_bias, narrow[1], None
+
+
+def backward_buffers(handle: Any) -> Any:
+    """The backward memory (mean, product, weight) that a handle holds, and the strength."""
+    return handle[8:11], handle[0]
 
 
 def fade(layers: list[tuple[Any, Any, float | None]]) -> bool:

@@ -105,14 +105,13 @@ VERSIONS static bool unite(const Pool<double> &pool, int64_t c, double *mean, do
 template <class S> struct BackwardMemory {
     S *mean, *product, *weight;  // null without two-way memory
     const double *strength;      // null where the memory is not read
-    bool recording;
 
     S read_weight() const { return strength ? S(*strength * double(*weight)) : S(0); }
 };
 
-// Merge the means of a batch, given as sums over its `count` values. Sums that are not finite change nothing.
+// Merge the means of a batch, given as sums over its `count` values. Sums that are not finite change nothing; then false.
 template <class S>
-void record_backward(const BackwardMemory<S> &memory, int64_t c, const S *gradients, const S *products, double count) {
+bool record_backward(const BackwardMemory<S> &memory, int64_t c, const S *gradients, const S *products, double count) {
     double total = double(*memory.weight) + count, unit = 1 / total, kept = double(*memory.weight) * unit;
     std::vector<S> united(std::size_t(2 * c));
     S *mean = united.data(), *product = mean + c;
@@ -124,10 +123,11 @@ void record_backward(const BackwardMemory<S> &memory, int64_t c, const S *gradie
         product[i] = q;
         finite &= (a - a) + (q - q) == 0;
     }
-    if (!finite) return;
+    if (!finite) return false;
     std::memcpy(memory.mean, mean, std::size_t(c) * sizeof(S));
     std::memcpy(memory.product, product, std::size_t(c) * sizeof(S));
     *memory.weight = S(total);
+    return true;
 }
 
 template <class S> inline void push(S *slots, int64_t count, int64_t c, const S *newest, const S *second) {

@@ -8,6 +8,48 @@
 
 namespace {
 
+enum Field { PARAMETERS, LAYER_BUFFERS, CHECKED, EPS, MOMENTUM, DECAY, PRIOR_WEIGHT, PRIOR_FROM_INIT, RECORDING, TRACKING, SYNC, OUTGOING,
+    OUTGOING_BACKWARD, HAS_RUN, HAS_OPTIMIZER, WEIGHT_NAME, BIAS_NAME, FIELDS };
+
+// The attributes of a layer in Python, read from its dictionary.
+struct LayerFields {
+    PyObject *layer;
+    Ref own;
+
+    explicit LayerFields(PyObject *layer) : layer(layer), own(layer ? PyObject_GenericGetDict(layer, nullptr) : nullptr) {}
+    explicit operator bool() const { return own && PyDict_Check(own.object); }
+
+    static PyObject *name(Field i) {
+        static const char *words[FIELDS] = {"_parameters", "_buffers", "_handle", "eps", "momentum", "decay", "prior_weight",
+            "prior_from_init", "recording", "track_running_stats", "sync", "_outgoing", "_outgoing_backward", "_has_run",
+            "_has_optimizer", "weight", "bias"};
+        static PyObject *names[FIELDS];
+        return names[i] ? names[i] : names[i] = PyUnicode_InternFromString(words[i]);
+    }
+    // Borrowed; None if only the layer's class has this attribute.
+    PyObject *get(Field i) const {
+        PyObject *found = PyDict_GetItem(own.object, name(i));
+        return found ? found : Py_None;
+    }
+    double number(Field i) const { return PyFloat_AsDouble(get(i)); }
+    // Owned; null if the layer computes this parameter from others.
+    Ref parameter(Field i) const {
+        PyObject *all = get(PARAMETERS), *found = PyDict_Check(all) ? PyDict_GetItem(all, name(i)) : nullptr;
+        Py_XINCREF(found);
+        return Ref(found);
+    }
+    bool records() const {
+        PyObject *found = PyDict_GetItem(own.object, name(RECORDING));
+        return !found || PyObject_IsTrue(found) == 1;
+    }
+    // True if the layer has a memory and shares no batches with other processes.
+    bool trains_alone() const {
+        return get(SYNC) == Py_False && get(OUTGOING) == Py_None && PyObject_IsTrue(get(TRACKING)) == 1;
+    }
+    // Note that the layer has run in training; false if that fails.
+    bool note_run() const { return get(HAS_RUN) == Py_True || !PyDict_SetItem(own.object, name(HAS_RUN), Py_True); }
+};
+
 enum Buffer { STRENGTH, MEAN, VAR, WEIGHT, BATCHES, SLOT_MEANS, SLOT_VARS, SLOT_COUNTS, BACKWARD_MEAN, BACKWARD_PRODUCT,
     BACKWARD_WEIGHT, IMAGES, BUFFERS };
 
@@ -48,6 +90,7 @@ struct State {
     }
     // True if these are the layer's buffers of forward, still at their addresses.
     bool holds(PyObject *handle, PyObject *buffers) const {
+        if (!PyDict_Check(buffers)) return false;
         for (int i = 0; i < BACKWARD_MEAN; i++)
             if (!holds(handle, buffers, i)) return false;
         // A slot buffer that was cut in place keeps its address.
@@ -79,11 +122,10 @@ struct State {
         found.slots = slots, found.c = c;
         return found;
     }
-    template <class S> BackwardMemory<S> backward_memory(bool reading, bool recording) const {
+    template <class S> BackwardMemory<S> backward_memory(bool reading) const {
         BackwardMemory<S> found;
         found.mean = at<S>(BACKWARD_MEAN), found.product = at<S>(BACKWARD_PRODUCT), found.weight = at<S>(BACKWARD_WEIGHT);
         found.strength = reading ? at<double>(STRENGTH) : nullptr;
-        found.recording = recording;
         return found;
     }
 };

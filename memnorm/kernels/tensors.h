@@ -52,27 +52,27 @@ struct Torch {
     PyObject *empty_like, *increment_version;
     PyObject *observers;   // functions that return a true value while something else than autograd sees operations
     PyObject *forward_ad;  // the module that holds the level of forward-mode AD
-    PyObject *grad_enabled, *forward_grad_enabled, *running_backward, *saved_hooks, *inference_mode;  // functions
+    PyObject *grad_enabled, *forward_grad_enabled, *running_backward, *saved_hooks, *inference_mode, *get_num_threads;  // functions
     PyObject *exchange;    // a capsule with the table above; None in versions of torch without it
-    PyObject *data_ptr, *shape, *dtype, *is_cpu, *is_neg, *stride, *current_level, *grad, *requires_grad, *is_inference, *detach;  // names
+    PyObject *data_ptr, *shape, *dtype, *is_cpu, *is_neg, *stride, *current_level, *grad, *requires_grad, *is_inference, *detach, *count_backward;  // names
 };
 static Torch torch;
 static const Exchange *exchange;
-constexpr Py_ssize_t INTRODUCED = 16;
+constexpr Py_ssize_t INTRODUCED = 17;
 
 inline bool introduce(PyObject *const *given) {
     PyObject **objects[INTRODUCED] = {&torch.tensor, &torch.parameter, &torch.dtypes[0], &torch.dtypes[1],
         &torch.dtypes[2], &torch.dtypes[3], &torch.empty_like, &torch.increment_version, &torch.observers, &torch.forward_ad,
         &torch.grad_enabled, &torch.forward_grad_enabled, &torch.running_backward, &torch.saved_hooks,
-        &torch.inference_mode, &torch.exchange};
+        &torch.inference_mode, &torch.get_num_threads, &torch.exchange};
     for (auto *object : objects) {
         Py_INCREF(*given);
         *object = *given++;
     }
     const char *words[] = {"data_ptr", "shape", "dtype", "is_cpu", "is_neg", "stride", "_current_level", "grad",
-        "requires_grad", "is_inference", "detach"};
+        "requires_grad", "is_inference", "detach", "_count_backward"};
     PyObject **names[] = {&torch.data_ptr, &torch.shape, &torch.dtype, &torch.is_cpu, &torch.is_neg, &torch.stride,
-        &torch.current_level, &torch.grad, &torch.requires_grad, &torch.is_inference, &torch.detach};
+        &torch.current_level, &torch.grad, &torch.requires_grad, &torch.is_inference, &torch.detach, &torch.count_backward};
     for (std::size_t i = 0; i < sizeof(words) / sizeof(*words); i++)
         if (!(*names[i] = PyUnicode_InternFromString(words[i]))) return false;
     exchange = nullptr;

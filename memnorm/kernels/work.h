@@ -11,6 +11,7 @@
 
 namespace {
 
+constexpr int64_t ALONE = 16384;  // values that one thread is done with before a second one has begun
 constexpr int64_t TOGETHER = 16;  // channels that are settled at once, if they stay in cache meanwhile
 
 template <class Job> inline int64_t together(const Job &job, int64_t first, int64_t end) {
@@ -122,9 +123,8 @@ void by_slice(const Backward<T, S> &job, Layout layout, int64_t size, int64_t th
 
 // Whole channels to a thread where there are enough: its second reading of a channel then comes from its cache.
 template <class Job> void run(const Job &job, bool planes, int64_t threads) {
-    // Values that one thread is done with before a second one has begun; more for few rows of many channels, whose
-    // sums have to be joined.
-    int64_t alone = planes || job.n * job.l >= 4 * job.c ? 16384 : 65536;
+    // More for few rows of many channels, whose sums have to be joined.
+    int64_t alone = planes || job.n * job.l >= 4 * job.c ? ALONE : 4 * ALONE;
     if (threads < 1 || job.n * job.c * job.l < alone) threads = 1;
     if (!planes)
         by_slice(job, Rows(), job.n * job.l, threads < job.n * job.l ? threads : job.n * job.l);

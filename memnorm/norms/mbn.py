@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple, cast
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.errors import InputError, OptionError
@@ -58,8 +58,9 @@ class MemorizedBatchNormAct2d(MemorizedBatchNorm2d):
     def plain_class(self) -> type[_BatchNorm]:  # type: ignore[override]
         return self._source_class
 
-    def _forward(self, input: Tensor, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
-        return self.act(self.drop(super()._forward(input, activation, residual)))
+    def forward(self, input: Tensor, **more: Any) -> Tensor:
+        output = super().forward(input, **more)
+        return output if isinstance(input, fx.Proxy) else self.act(self.drop(output))  # a leaf for torch.fx
 
     def __reduce__(self) -> Any:
         return _new_with_activation, (type(self).__bases__[0], self._source_class), self.__getstate__()

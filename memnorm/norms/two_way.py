@@ -180,14 +180,28 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
             )
         return super()._forward_in_torch(input)
 
-    def _backward_memory(self, handle: Any) -> _Backward:
-        if updates.scaled_backward.scale is not None and not inside_backward():
-            updates.scaled_backward.leave()
-        if not (self._has_run or torch.compiler.is_compiling()):
-            self.__dict__["_has_run"] = True
-        if handle is None and cpu.unobserved():
-            handle = cpu.check(self._buffers)
-        return _Backward(self, handle)
+    def _forward(self, input: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
+        if self.training:
+            if updates.scaled_backward.scale is not None and not inside_backward():
+                updates.scaled_backward.leave()
+            if not (self._has_run or torch.compiler.is_compiling()):
+                self.__dict__["_has_run"] = True
+        return super()._forward(input, activation, residual)
+
+    def _backward_memory(self, handle: Any = None, reading: bool | None = None, recorded: bool = False) -> _Backward:
+        """The backward memory of a forward that runs now, or of one whose `handle` the kernels have kept."""
+        if handle is None:
+            reading = self.momentum is not None
+            handle = cpu.check(self._buffers) if cpu.unobserved() else None
+        buffers: Any = self._buffers
+        memory, strength = [buffers[name] for name in BACKWARD], buffers["strength"]
+        if handle is not None:
+            memory, strength = cpu.backward_buffers(handle)
+        return _Backward(self, handle, memory, strength if reading else None, recorded)
+
+    def _count_backward(self) -> None:
+        """The backward memory has changed, and no optimizer is known to train the layer."""
+        updates.count_backward(self)
 
     def _fade_outgoing(self) -> None:
         """The weights have changed while means of backward wait for an exchange."""
@@ -328,14 +342,15 @@ class _Backward:
     writes the buffers that the forward used, also under `functional_call`.
     """
 
-    __slots__ = ("before", "buffers", "handle", "layer", "recorded", "strength")
+    def __init__(
+        self, layer: TwoWayBatchNorm, handle: Any, buffers: Sequence[Tensor], strength: Tensor | None, recorded: bool
+    ) -> None:
+        self.layer, self.handle, self.buffers, self.recorded = layer, handle, buffers, recorded
+        self.strength = strength  # None: the memory is not read
 
-    def __init__(self, layer: TwoWayBatchNorm, handle: Any) -> None:
-        self.layer, self.handle, self.recorded = layer, handle, False
-        self.before: float | None = None
-        buffers: Any = layer._buffers
-        self.buffers: Any = (buffers["backward_mean"], buffers["backward_product"], buffers["backward_weight"])
-        self.strength = None if layer.momentum is None else buffers["strength"]
+    @property
+    def for_kernels(self) -> tuple[Any, Any, bool] | None:
+        return None if self.handle is None else (self.layer, self.handle, self.strength is not None)
 
     def means(self, sum_g: Tensor, sum_gx: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor]:
         layer, compiling = self.layer, torch.compiler.is_compiling()
@@ -376,30 +391,13 @@ class _Backward:
         elif torch.compiler.is_compiling():
             _merge_backward(self.buffers, mean, product, count)
         else:
-            self._note_weight()
+            counts = not layer._has_optimizer and is_real(self.buffers[2])
+            before = float(self.buffers[2]) if counts else 0.0
             _merge_backward(self.buffers, mean, product, count)
-            self.written()
-
-    def for_kernels(self) -> tuple[Any, bool, bool]:
-        layer = self.layer
-        if not layer._has_optimizer:
-            self._note_weight()
-        handle = self.handle if layer._outgoing_backward is None else None
-        return handle, self.strength is not None, layer.recording and not self.recorded
-
-    def _note_weight(self) -> None:
-        """Without an optimizer a backward counts as an update, if it has changed the memory."""
-        if not self.layer._has_optimizer and is_real(self.buffers[2]):
-            self.before = float(self.buffers[2])
-
-    def written(self) -> None:
-        layer = self.layer
-        if self.recorded or not layer.recording:
-            return
-        self.recorded = True
-        changed = self.before is not None and float(self.buffers[2]) != self.before
-        if changed and layer._buffers["backward_weight"] is self.buffers[2]:
-            updates.count_backward(layer)
+            self.recorded = True
+            changed = counts and float(self.buffers[2]) != before
+            if changed and layer._buffers["backward_weight"] is self.buffers[2]:
+                layer._count_backward()
 
 
 @torch.no_grad()

@@ -60,13 +60,13 @@ def counted() -> Iterator[Counter[str]]:
     def count(name: str, function: Any) -> Any:
         def call(*arguments: Any) -> Any:
             found = function(*arguments)
-            calls[name] += found is not None
+            calls[name.removesuffix("_prepared")] += found is not None
             return found
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("forward", "train", "backward"):
+        for name in ("forward", "train", "train_prepared", "backward"):
             patch.setattr(cpu.module(), name, count(name, getattr(cpu.module(), name)))
         yield calls
         for name in [name for name, number in calls.items() if not number]:

@@ -28,26 +28,10 @@ def known_layer(shape=SHAPE, **options):
     return layer
 
 
-def arguments(layer, **changed):
-    """What `train` takes."""
-    usual = {
-        "x": data(SHAPE, 3),
-        "weight": layer.weight,
-        "bias": layer.bias,
-        "residual": None,
-        "relu": False,
-        "eps": 1e-5,
-        "threads": 1,
-        "handle": layer._handle,
-        "buffers": layer._buffers,
-        "ranks": (4,),
-        "recording": True,
-        "decay": 0.9,
-        "prior_weight": 1.0,
-        "prior_always": False,
-        "evenly": False,
-    }
-    return list({**usual, **changed}.values())
+def prepared(known, **changed):
+    """What `train_prepared` takes."""
+    usual = {"layer": known, "ranks": (4,), "x": data(SHAPE, 3), "weight": known.weight, "bias": known.bias}
+    return list({**usual, "residual": None, "relu": False, **changed}.values())
 
 
 @pytest.mark.parametrize("knows", ["hook", "attribute"])
@@ -66,41 +50,52 @@ def test_a_model_that_its_own_parameter_knows_is_collected(knows):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"handle": None},
         {"handle": (*[None] * 12, datetime.datetime_CAPI)},
         {"handle": datetime.datetime_CAPI},
-        {"buffers": []},
-        {"ranks": [4]},
-        {"decay": None},
+        {"decay": "0.9"},
+        {"eps": None},
+        {"prior_weight": None},
     ],
-    ids=["no handle", "another capsule inside", "another capsule", "buffers", "ranks", "decay"],
+    ids=["another capsule inside", "another capsule", "decay", "eps", "prior_weight"],
 )
-def test_wrong_arguments_raise(wrong):
-    layer = known_layer()
-    with pytest.raises((TypeError, ValueError)):
-        cpu.module().train(*arguments(layer, **wrong))
-
-
-@pytest.mark.parametrize(
-    "unusual", [{"x": None}, {"weight": 1}, {"residual": 1}, {"buffers": {}}, {"ranks": ("4",)}, {"x": 1}], ids=str
-)
-def test_tensors_that_the_kernels_cannot_read_are_refused(unusual):
+def test_wrong_attributes_of_a_layer_raise(wrong):
     layer = known_layer()
     before = copy.deepcopy(layer.state_dict())
-    assert cpu.module().train(*arguments(layer, **unusual)) is None
+    vars(layer).update({"_handle" if name == "handle" else name: value for name, value in wrong.items()})
+    with pytest.raises((TypeError, ValueError)):
+        layer(data(SHAPE, 3))
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
+@pytest.mark.parametrize("wrong", [{"layer": 1}, {"layer": None}, {"ranks": [4]}], ids=str)
+def test_wrong_arguments_raise(wrong):
+    with pytest.raises(TypeError, match="a layer and a tuple"):
+        cpu.module().train_prepared(*prepared(known_layer(), **wrong))
+
+
+@pytest.mark.parametrize("unusual", [{"x": None}, {"weight": 1}, {"residual": 1}, {"ranks": ("4",)}, {"x": 1}], ids=str)
+def test_tensors_that_the_kernels_cannot_read_are_refused(unusual):
+    layer = known_layer()
+    before = copy.deepcopy(layer.state_dict())
+    assert cpu.module().train_prepared(*prepared(layer, **unusual)) is None
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+def called(saved):
+    """What the forward of a layer without a backward memory leaves for its backward."""
+    return (saved, False, 1e-5, None, None, False)
+
+
 def test_a_backward_of_something_else_is_refused():
-    x, saved, wanted = data(SHAPE, 0), bytearray(4 * 19), (True, True, True, False)
+    x, saved, wanted = data(SHAPE, 0), bytearray(4 * 20), (True, True, True, False)
     backward = cpu.module().backward
-    nothing = (None, False, False)
     with torch.no_grad():
-        assert backward(saved, x, None, 1, None, (True, False, False, False), 1, *nothing) is None
-        assert backward(saved[1:], x, None, x, torch.ones(3), wanted, 1, *nothing) is None
-        with pytest.raises(TypeError):
-            backward(saved, x, None, x, torch.ones(3), wanted, "1", *nothing)
-        with pytest.raises(TypeError, match="expected 10 arguments"):
+        assert backward(called(saved), (True, False, False, False), x, None, 1, None) is None
+        assert backward(called(saved[1:]), wanted, x, None, x, torch.ones(3)) is None
+        for wrong in (None, (saved,), [saved, False, 1e-5, None, None, False]):
+            with pytest.raises(TypeError, match="unexpected arguments"):
+                backward(wrong, wanted, x, None, x, torch.ones(3))
+        with pytest.raises(TypeError, match="expected 6 arguments"):
             backward(0)
 
 
@@ -121,9 +116,9 @@ class Full(TorchFunctionMode):
 
 @pytest.mark.parametrize("room", range(4))
 def test_the_error_of_an_allocation_is_the_one_that_arrives(room):
-    x, saved = data(SHAPE, 0), bytearray(4 * 19)
+    x, saved = data(SHAPE, 0), bytearray(4 * 20)
     with Full(room), torch.no_grad(), pytest.raises(MemoryError, match="full"):
-        cpu.module().backward(saved, x, x, x, torch.ones(3), (True,) * 4, 1, None, False, False)
+        cpu.module().backward(called(saved), (True,) * 4, x, x, x, torch.ones(3))
 
 
 @pytest.mark.parametrize("on", [True, 1])

@@ -1,7 +1,8 @@
 """Whole training steps of the paper's networks: batch norm, two-way memory, MBN-1, MBN-2, and every other norm.
 
 The networks call their norms as any user's network does, `layer(x)`. In the arms with a fused call, one call computes
-norm, residual and ReLU; `memnorm.convert` cannot put that into a user's network.
+norm, residual and ReLU; `memnorm.convert` cannot put that into a user's network. Two-way memory is measured as it runs
+after its warm-up.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ ALONE = "two-way, not centred"
 ARMS: dict[str, dict[str, Any]] = {
     "BN": {"norm": "bn"},
     "BN again": {"norm": "bn"},
-    "two-way": {"norm": "two_way"},
-    ALONE: {"norm": "two_way", "center": None},
+    "two-way": {"norm": "two_way", "warmup": 0},
+    ALONE: {"norm": "two_way", "center": None, "warmup": 0},
     "MBN-1": {"norm": "mbn"},
     "MBN-2": {"norm": "mbn", "double": {}},
-    "two-way, fused call": {"norm": "two_way", "fused": True},
+    "two-way, fused call": {"norm": "two_way", "warmup": 0, "fused": True},
     "MBN-1, fused call": {"norm": "mbn", "fused": True},
 }
 CHEAPER: dict[str, dict[str, Any]] = {
