@@ -250,7 +250,8 @@ def test_an_optimizer_that_is_made_after_a_first_backward_is_found():
     assert_weights(net, [2, 1, 1, 1, 1])
 
 
-def test_a_scaled_backward_that_raises_leaves_nothing_scaled():
+@pytest.mark.parametrize("then", ["a checkpoint", "a forward"])
+def test_a_scaled_backward_that_raises_leaves_nothing_scaled(then):
     net, scaler = two_way(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     scaler.scale(loss_of(net, 0)).backward()
@@ -259,7 +260,12 @@ def test_a_scaled_backward_that_raises_leaves_nothing_scaled():
     with pytest.raises(ZeroDivisionError):
         scaler.scale(loss_of(net, 1)).backward()
     handle.remove()
-    state = net.state_dict()
+    assert net[4].backward_product.abs().max() > 100 * before.abs().max()
+    if then == "a forward":
+        loss_of(net, 2)
+        state = dict(net.named_buffers())
+    else:
+        state = net.state_dict()
     assert state["4.backward_product"].abs().max() < 10 * before.abs().max()
     assert torch.equal(state["4.backward_product"], net[4].backward_product)
     del optimizer

@@ -193,7 +193,7 @@ PyObject *train(const LayerFields &layer, PyObject *const *tensors, PyObject *ra
     bool prior_always = !evenly && layer.get(PRIOR_FROM_INIT) == Py_True;
     double decay = two_way ? 1 : layer.number(DECAY), prior_weight = layer.number(PRIOR_WEIGHT);
     if (PyErr_Occurred()) return nullptr;
-    if (two_way && (!layer.note_run() || suspended)) return refused();
+    if (two_way && suspended) return refused();
     if (!call.allocate(tensors[0])) return nullptr;
     double strength = *state->at<double>(STRENGTH);
     int64_t threads = threads_for(data);

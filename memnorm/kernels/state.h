@@ -9,7 +9,7 @@
 namespace {
 
 enum Field { PARAMETERS, LAYER_BUFFERS, CHECKED, EPS, MOMENTUM, DECAY, PRIOR_WEIGHT, PRIOR_FROM_INIT, RECORDING, TRACKING, SYNC, OUTGOING,
-    OUTGOING_BACKWARD, HAS_RUN, HAS_OPTIMIZER, WEIGHT_NAME, BIAS_NAME, FIELDS };
+    OUTGOING_BACKWARD, HAS_OPTIMIZER, WEIGHT_NAME, BIAS_NAME, FIELDS };
 
 // The attributes of a layer in Python, read from its dictionary.
 struct LayerFields {
@@ -21,7 +21,7 @@ struct LayerFields {
 
     static PyObject *name(Field i) {
         static const char *words[FIELDS] = {"_parameters", "_buffers", "_handle", "eps", "momentum", "decay", "prior_weight",
-            "prior_from_init", "recording", "track_running_stats", "sync", "_outgoing", "_outgoing_backward", "_has_run",
+            "prior_from_init", "recording", "track_running_stats", "sync", "_outgoing", "_outgoing_backward",
             "_has_optimizer", "weight", "bias"};
         static PyObject *names[FIELDS];
         return names[i] ? names[i] : names[i] = PyUnicode_InternFromString(words[i]);
@@ -46,8 +46,6 @@ struct LayerFields {
     bool trains_alone() const {
         return get(SYNC) == Py_False && get(OUTGOING) == Py_None && PyObject_IsTrue(get(TRACKING)) == 1;
     }
-    // Note that the layer has run in training; false if that fails.
-    bool note_run() const { return get(HAS_RUN) == Py_True || !PyDict_SetItem(own.object, name(HAS_RUN), Py_True); }
 };
 
 enum Buffer { STRENGTH, MEAN, VAR, WEIGHT, BATCHES, SLOT_MEANS, SLOT_VARS, SLOT_COUNTS, BACKWARD_MEAN, BACKWARD_PRODUCT,

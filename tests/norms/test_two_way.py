@@ -1,5 +1,6 @@
 """Two-way memory: its equations over whole trajectories, the large batch it aims at, and its state."""
 
+import contextlib
 import copy
 import pickle
 
@@ -9,6 +10,7 @@ from helpers.common import assert_same_state, images, labels, leaf, randn, rando
 from helpers.versions import TORCH, newer_than
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -364,6 +366,17 @@ def test_without_strength_fifty_steps_are_batch_norms(shape, backend):
         torch.testing.assert_close(*outputs, rtol=0, atol=1e-9)
 
 
+def test_without_momentum_neither_direction_reads_the_memory(backend):
+    ours = layer_of()
+    for seed in range(3):
+        gradients(ours, leaf((4, 3, 5, 4), seed=seed), randn(4, 3, 5, 4, seed=9) + 1)
+    ours.momentum = None
+    torchs = nn.BatchNorm2d(3, dtype=torch.float64)
+    torchs.load_state_dict({name: ours.state_dict()[name] for name in torchs.state_dict()})
+    x, probe = leaf((4, 3, 5, 4), seed=3), randn(4, 3, 5, 4, seed=4)
+    torch.testing.assert_close(gradients(ours, x, probe), gradients(torchs, x, probe), rtol=0, atol=1e-10)
+
+
 # What a training loop does to it
 
 
@@ -391,12 +404,23 @@ def test_forwards_before_their_backwards_are_each_recorded_once(backend):
     assert float(layer.running_weight) == float(layer.backward_weight) == 3 * 32
 
 
-def test_a_second_backward_through_one_forward_is_not_recorded_again(backend):
+class Observed(TorchDispatchMode):
+    """Lets every operation pass; the kernels leave a backward to torch operations meanwhile."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("first", [contextlib.nullcontext, Observed])
+@pytest.mark.parametrize("second", [contextlib.nullcontext, Observed])
+def test_a_second_backward_through_one_forward_is_not_recorded_again(first, second, backend):
     layer = layer_of(decay=1.0)
     y, grad = layer(leaf((2, 3, 4, 4), seed=0)), randn(2, 3, 4, 4, seed=1)
-    torch.autograd.grad(y, layer.weight, grad, retain_graph=True)
+    with first():
+        torch.autograd.grad(y, layer.weight, grad, retain_graph=True)
     before = layer.backward_mean.clone()
-    torch.autograd.grad(y, layer.weight, 5 * grad)
+    with second():
+        torch.autograd.grad(y, layer.weight, 5 * grad)
     assert float(layer.backward_weight) == 32
     assert torch.equal(layer.backward_mean, before)
 
