@@ -114,8 +114,6 @@ class DoubleForward:
         self._forwards = self._forwards_at_last_step = self._forwards_since_step = self._forwards_counted = 0
         self._steps_without_forward = 0
         self._has_recorded, self._empty_replays = False, 0
-        self._draws = False  # the model was seen to use the generators of Python or numpy
-        self._looks = 0  # training forwards, including those before a resumed checkpoint
         self._recorded_at_start = batches_recorded(model)
         self._names = list(named_recorders(model))
         self._claim_layers(model)
@@ -169,20 +167,18 @@ class DoubleForward:
         self.remove()
 
     def state_dict(self) -> dict[str, int]:
-        """The state that a resumed run needs if `every` or `fraction` is used, or if the model draws random numbers
-        from Python or numpy.
-        """
-        return {"steps": self.steps, "looks": self._looks, "draws": int(self._draws)}
+        """The state that a resumed run needs if `every` or `fraction` is used."""
+        return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Resume from a `state_dict`."""
-        state = {"looks": 0, "draws": 0, **state_dict} if isinstance(state_dict, Mapping) else {}
-        if state.keys() != self.state_dict().keys() or not all(is_whole(one) and one >= 0 for one in state.values()):
+        steps = state_dict.get("steps") if isinstance(state_dict, Mapping) else None
+        if steps is None or not is_whole(steps) or steps < 0:
             raise OptionError(
-                "double_forward: expected the state_dict() of a handle, with the whole numbers "
-                f"{', '.join(self.state_dict())}; got {state_dict!r}"
+                "double_forward: expected the state_dict() of a handle, with the whole number steps; "
+                f"got {state_dict!r}"
             )
-        self.steps, self._looks, self._draws = int(state["steps"]), int(state["looks"]), bool(state["draws"])
+        self.steps = int(steps)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._end_forward()  # of a forward that was interrupted
@@ -191,7 +187,6 @@ class DoubleForward:
         if inside_backward() or not (torch.is_grad_enabled() or inside_function()):
             return None
         self._forwards += 1
-        self._looks += 1
         modules = modules_of(module)
         lists = ModuleLists.of(modules)
         layers = [one for one in lists.recorders if one.training and one.recording]
@@ -199,8 +194,7 @@ class DoubleForward:
             return None
         self._drop_skipped_batches()
         self._check_pending(module)
-        context = ForwardContext.capture(modules, self._draws or self._checks_draws())
-        self._running = Batch(args, kwargs, layers, lists, context)
+        self._running = Batch(args, kwargs, layers, lists, ForwardContext.capture(modules))
         self._muted = layers
         switch(layers, False)
         return None
@@ -210,18 +204,10 @@ class DoubleForward:
         if batch is None:
             return
         self._pending.append(batch)
-        if self._checks_draws() and not self._draws:
-            self._draws = batch.context.libraries_drew()
         for leaf in [output] if type(output) is Tensor else tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(lambda _grad: self._on_backward(batch))
                 batch.advance(Status.OBSERVED)
-
-    def _checks_draws(self) -> bool:
-        """Return True if this forward is checked for draws from the generators of Python or numpy. Few models draw from
-        them and the check takes long, so most forwards are not checked.
-        """
-        return self._looks <= 8 or self._looks % 64 == 0
 
     def _end_forward(self, *_forward: Any) -> None:
         """Turn recording on again after a forward, also after one that raised."""

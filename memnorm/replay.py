@@ -6,6 +6,7 @@ all other buffers of the model are restored afterwards.
 
 from __future__ import annotations
 
+import posixpath
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -118,24 +119,16 @@ class ForwardContext(NamedTuple):
     autocast: dict[str, tuple[bool, torch.dtype]]
 
     @classmethod
-    def capture(cls, modules: Iterable[nn.Module], libraries: bool = True) -> ForwardContext:
-        """The current context of a model with these modules. `libraries=False` leaves out the random states of Python
-        and numpy, which take long to copy.
-        """
+    def capture(cls, modules: Iterable[nn.Module]) -> ForwardContext:
+        """The current context of a model with these modules."""
         devices = _devices(modules)
         return cls(
-            _rng_state(devices, libraries),
-            {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices},
+            _rng_state(devices), {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices}
         )
 
     def involves_autocast(self) -> bool:
         """Return True if autocast was on or is on now."""
         return any(enabled or torch.is_autocast_enabled(device) for device, (enabled, _) in self.autocast.items())
-
-    def libraries_drew(self) -> bool:
-        """Return True if the generators of Python or numpy were used since."""
-        now = _rng_state([], True)
-        return any(_flat(now[name]) != _flat(self.rng.get(name, ())) for name in ("python", "numpy") if name in now)
 
 
 def _devices(modules: Iterable[nn.Module]) -> list[str]:
@@ -145,27 +138,19 @@ def _devices(modules: Iterable[nn.Module]) -> list[str]:
     return ["cpu", *sorted(others)]
 
 
-def _rng_state(devices: Iterable[str], libraries: bool) -> dict[str, Any]:
+def _rng_state(devices: Iterable[str]) -> dict[str, Any]:
     """Random states of all devices of the given types, of Python, and of numpy if it is loaded."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if libraries:
-        state["python"] = random.getstate()
-        if "numpy" in sys.modules:
-            state["numpy"] = sys.modules["numpy"].random.get_state()
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
     for device in set(devices) - {"cpu", "python", "numpy"}:
         state[device] = torch.get_device_module(device).get_rng_state_all()
     return state
 
 
-def _flat(state: Iterable[Any]) -> list[Any]:
-    """The state of a generator of Python or numpy as a list that can be compared."""
-    return [part.tolist() if hasattr(part, "tolist") else part for part in state]
-
-
 def _set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
-    if "python" in state:
-        random.setstate(state["python"])
+    random.setstate(state["python"])
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
     for device in state.keys() - {"python", "cpu", "numpy"}:
@@ -206,7 +191,7 @@ def _autocast(states: dict[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
 
 @contextmanager
 def _rng(state: dict[str, Any]) -> Iterator[None]:
-    before = _rng_state(state, "python" in state)
+    before = _rng_state(state)
     try:
         _set_rng_state(state)
         yield
@@ -273,10 +258,5 @@ def explain_no_forward(model: nn.Module, recorded_before: dict[str, int]) -> str
 
 def _common_parent(names: list[str]) -> str:
     """The path of the innermost module that contains all named modules: a.b for a.b.x and a.b.y."""
-    parents = [name.split(".")[:-1] for name in names]
-    shared = []
-    for parts in zip(*parents, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    parents = [name.rpartition(".")[0].replace(".", "/") for name in names]
+    return posixpath.commonpath(parents).replace("/", ".") if parents else ""

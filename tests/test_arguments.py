@@ -53,9 +53,9 @@ OPTIONS = {
     "batches None": (lambda: recalibrate(plain(), None, passes="exact"), "recalibrate: expected an iterable"),
     "recording on a word": (lambda: enter(memnorm.recording(Layer(3), "no")), "on must be True or False"),
     "a norm's name a list": (lambda: memnorm.norms.get([]), r"unknown norm \[\]; available: bn"),
-    "a handle's state without steps": (lambda: handle().load_state_dict({}), "whole numbers steps, looks, draws"),
-    "a handle's state a word": (lambda: handle().load_state_dict("a"), "whole numbers steps, looks, draws"),
-    "a handle's steps a word": (lambda: handle().load_state_dict({"steps": "a"}), "whole numbers steps, looks, draws"),
+    "a handle's state without steps": (lambda: handle().load_state_dict({}), "the whole number steps"),
+    "a handle's state a word": (lambda: handle().load_state_dict("a"), "the whole number steps"),
+    "a handle's steps a word": (lambda: handle().load_state_dict({"steps": "a"}), "the whole number steps"),
 }
 
 TYPES = {
