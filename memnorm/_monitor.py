@@ -7,7 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -54,8 +53,8 @@ class Monitor:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._observers: dict[str, _Observer] = {}
-        self._counts: dict[str, tuple[float, float]] = {}  # values per channel and images of the last observed batch
-        self._last: _Statistics | None = None
+        self._sizes: dict[str, tuple[float, int]] = {}  # values per channel and images of the last observed batch
+        self._last: dict[str, tuple[Moments, float]] = {}  # statistics and number of batches at the last reading
         self._last_step = 0
         self._observe(self._layers())
 
@@ -84,20 +83,36 @@ class Monitor:
         if not is_whole(step) or step < 0:
             raise OptionError(f"monitor: step must be the number of updates so far; got {step!r}")
         layers, updates = self._layers(), int(step) - self._last_step
-        now = _Statistics(layers)
-        noise = self._noise(now)
-        change = now.change_since(self._last)
         found: dict[str, dict[str, float]] = {"noise": {}, "drift": {}, "age": {}, "weight": {}}
+        measured = _as_floats({name: self._measure(name, layer) for name, layer in layers.items()})
         for name, layer in layers.items():
-            recorded = now.recorded[name] - (self._last.recorded.get(name, math.nan) if self._last else math.nan)
-            values, images = self._counts.get(name, (math.nan, math.nan))
-            reading = _Reading(noise[name], change[name], recorded, values, images, updates, *now.memory[name])
+            noise, change, count, weight, strength, *slots = measured[name]
+            before = self._last[name][1] if name in self._last else math.nan
+            values, images = self._sizes.get(name, (math.nan, math.nan))
+            reading = _Reading(noise, change, count - before, values, images, updates, weight, strength, slots)
             for key, value in _values(layer, reading).items():
                 if math.isfinite(value):
                     found[key][name or "model"] = value
-        self._last, self._last_step = now, int(step)
+            self._last[name] = _copied_statistics(layer), count
+        self._last_step = int(step)
         self._observe(layers)
         return _flat(found)
+
+    def _measure(self, name: str, layer: MemorizedBatchNorm) -> list[Tensor]:
+        """The squared noise and the squared change since the last reading, nan if unknown; then number of batches, W, λ
+        and the counts of the slots.
+        """
+        noise = change = layer.running_mean.new_full((), math.nan)
+        seen = self._observers[name].batch if name in self._observers else None
+        if seen is not None:
+            batch, memory, images = seen
+            self._sizes[name] = float(batch.weight), images
+            initial = (memory.mean == 0) & (memory.var == 1)  # there is no memory to compare with
+            noise = torch.where(initial, math.nan, distance(batch, memory, layer.eps).square()).mean()
+        if name in self._last:
+            now = Moments(layer.running_mean, layer.running_var, 0.0)
+            change = distance(self._last[name][0], now, layer.eps).square().mean()
+        return [noise, change, layer.num_batches_tracked, layer.running_weight, layer.strength, layer.memory_count]
 
     def remove(self) -> None:
         """Remove the hooks that wait for a forward."""
@@ -126,65 +141,17 @@ class Monitor:
         self.remove()
         self._observers = {name: _Observer(layer) for name, layer in layers.items()}
 
-    def _noise(self, now: _Statistics) -> dict[str, float]:
-        """The squared distance of each observed batch from the memory that it met; nan without one."""
-        seen = {name: one.batch for name, one in self._observers.items() if one.batch is not None}
-        seen = {name: pair for name, pair in seen.items() if name in now.layers}
-        images = {name: self._observers[name].images for name in seen}
-        self._counts.update({name: (float(batch.weight), images[name]) for name, (batch, _) in seen.items()})
-        values = dict.fromkeys(now.layers, math.nan)
-        if seen:
-            batch, memory = (_joined([pair[side] for pair in seen.values()]) for side in (0, 1))
-            initial = (memory.mean == 0) & (memory.var == 1)  # there is no memory to compare with
-            layers = {name: now.layers[name] for name in seen}
-            squares = torch.where(initial, math.nan, distance(batch, memory, _eps(layers, memory.mean)).square())
-            values.update(_means(layers, squares))
-        return values
+
+def _copied_statistics(layer: MemorizedBatchNorm) -> Moments:
+    return Moments(layer.running_mean.clone(), layer.running_var.clone(), 0.0)
 
 
-class _Statistics:
-    """The running statistics of all layers in one tensor, and what each layer says of its memory."""
-
-    def __init__(self, layers: Layers) -> None:
-        self.layers = layers
-        self.moments = _joined([Moments(one.running_mean, one.running_var, 0.0) for one in layers.values()])
-        names = ("num_batches_tracked", "running_weight", "strength", "memory_count")
-        tensors: list[Any] = [one._buffers[name] for name in names for one in layers.values()]
-        numbers = torch.cat([one.reshape(-1).to(tensors[0].device) for one in tensors]).tolist()  # waits for the device
-        sizes, many = [one.numel() for one in tensors], len(layers)
-        ends = list(itertools.accumulate(sizes))
-        parts = [numbers[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-        rows = {name: parts[place::many] for place, name in enumerate(layers)}
-        self.recorded: dict[str, float] = {name: row[0][0] for name, row in rows.items()}
-        self.memory = {name: (row[1][0], row[2][0], row[3]) for name, row in rows.items()}
-
-    def change_since(self, last: _Statistics | None) -> dict[str, float]:
-        """The squared distance of each layer's statistics from those at the last reading; nan without one."""
-        if last is None or last.layers.keys() != self.layers.keys():
-            return dict.fromkeys(self.layers, math.nan)
-        squares = distance(last.moments, self.moments, _eps(self.layers, self.moments.mean)).square()
-        return _means(self.layers, squares)
-
-
-def _joined(moments: Sequence[Moments]) -> Moments:
-    device = moments[0].mean.device
-    mean = torch.cat([one.mean.to(device) for one in moments])
-    return Moments(mean, torch.cat([one.var.to(device) for one in moments]), 0.0)
-
-
-def _sizes(layers: Layers) -> list[int]:
-    return [layer.num_features for layer in layers.values()]
-
-
-def _eps(layers: Layers, like: Tensor) -> Tensor:
-    values = [layer.eps for layer in layers.values() for _ in range(layer.num_features)]
-    return torch.tensor(values, device=like.device, dtype=like.dtype)
-
-
-def _means(layers: Layers, values: Tensor) -> dict[str, float]:
-    """The mean over the channels of each layer."""
-    means = torch.stack([part.mean() for part in values.split(_sizes(layers))]).tolist()
-    return dict(zip(layers, means, strict=True))
+def _as_floats(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, list[float]]:
+    """The values of all tensors by name. One transfer for all, because each one waits for the device."""
+    flat = {name: torch.cat([one.reshape(-1) for one in some]) for name, some in tensors.items()}
+    device = next(iter(flat.values())).device
+    parts = torch.cat([one.to(device) for one in flat.values()]).cpu().split([len(one) for one in flat.values()])
+    return {name: part.tolist() for name, part in zip(flat, parts, strict=True)}
 
 
 class _Reading(NamedTuple):
@@ -262,8 +229,7 @@ class _Observer:
     """A hook that sees one training forward of a layer. Copies and pickles of it see nothing."""
 
     def __init__(self, layer: nn.Module | None = None) -> None:
-        self.batch: tuple[Moments, Moments] | None = None  # and the memory that it met
-        self.images = 0
+        self.batch: tuple[Moments, Moments, int] | None = None  # the memory that it met, and its images
         self._handle = None if layer is None else layer.register_forward_pre_hook(self, with_kwargs=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -285,5 +251,4 @@ class _Observer:
             return  # the layer raises an error, or has nothing to see
         self.remove()
         with torch.no_grad():
-            memory = Moments(layer.running_mean.clone(), layer.running_var.clone(), 0.0)
-            self.batch, self.images = (constant_moments(x), memory), x.shape[0]
+            self.batch = constant_moments(x), _copied_statistics(layer), x.shape[0]

@@ -1,7 +1,8 @@
 """What the norms share: replacing a batch norm, and a base class for variants of batch norm in training.
 
 `RunningNorm` has the parameters, buffers, checkpoints and eval mode of torch's batch norm. A subclass defines how a
-training forward uses the batch and the running statistics (`_normalize`), and what is recorded (`_record`).
+training forward uses the batch and the running statistics (`_normalize`), and what is recorded (`_record`). If it
+remembers more than running statistics, `MEMORY` names its buffers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from memnorm.errors import DTypeError, InputError, OptionError, is_number
+from memnorm.errors import DTypeError, InputError, MemnormError, OptionError, is_number, is_whole
 from memnorm.functional import Moments, constant_moments, count_per_channel, snapshot, statistics_dtype
 from memnorm.kernels import cpu
 from memnorm.layers import Recording, check_eps
@@ -36,11 +37,13 @@ class RunningNorm(Recording, _BatchNorm):
 
     `OPTIONS` are the options of the norm with their defaults; they become attributes of the layer. `momentum` has
     torch's meaning: the weight of the new batch, or None for an average over all batches. Its default is `MOMENTUM`, or
-    the momentum of the replaced layer if that is `...`.
+    the momentum of the replaced layer if that is `...`. The buffers in `MEMORY` are zero in a new layer, after
+    `reset_running_stats` and after loading a checkpoint of plain batch norm.
     """
 
     OPTIONS: ClassVar[dict[str, Any]] = {}
     MOMENTUM: ClassVar[Any] = ...
+    MEMORY: ClassVar[tuple[str, ...]] = ()
     MIN_VALUES: ClassVar[int] = 1  # per channel in training; 2 where the batch's own variance is used
     READS_STATISTICS: ClassVar[bool] = True  # the output depends on them, so a recomputed forward needs the same ones
     COUNTS_STEPS: ClassVar[bool] = False  # `num_batches_tracked` is the position in a schedule, too
@@ -113,6 +116,14 @@ class RunningNorm(Recording, _BatchNorm):
         for name, value in options.items():
             setattr(self, name, value)
 
+    def _remember(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> None:
+        """Register the buffer `name` of zeros, or None if the layer has no running statistics."""
+        if self.running_mean is None:
+            self.register_buffer(name, None)
+            return
+        dtype = dtype or statistics_dtype(self.running_mean.dtype)
+        self.register_buffer(name, torch.zeros(shape, device=self.running_mean.device, dtype=dtype))
+
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
@@ -178,6 +189,34 @@ class RunningNorm(Recording, _BatchNorm):
         for buffer, value in ((self.running_mean, mean), (self.running_var, var)):
             buffer.copy_(torch.where(finite, value.to(buffer.dtype), buffer))
         self.num_batches_tracked.add_(finite * batches)
+
+    def reset_running_stats(self) -> None:
+        super().reset_running_stats()
+        for name in self.MEMORY:
+            if self._buffers.get(name) is not None:
+                self.get_buffer(name).zero_()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Map every tensor through `fn`, but keep the memory in float32 or wider."""
+        before = {name: self._buffers.get(name) for name in self.MEMORY}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers.get(name)
+            if old is not None and new is not None and new.is_floating_point():
+                wide = statistics_dtype(new.dtype)
+                self._buffers[name] = new if new.dtype == wide else old.to(device=new.device, dtype=wide)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if prefix + "running_mean" in state_dict and not any(prefix + name in state_dict for name in self.MEMORY):
+            self._complete_plain_state(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _complete_plain_state(self, state_dict: Any, prefix: str) -> None:
+        """Add the entries that a checkpoint of plain batch norm does not have."""
+        for name in self.MEMORY:
+            if self._buffers.get(name) is not None:
+                state_dict[prefix + name] = torch.zeros_like(self.get_buffer(name))
 
     @property
     def _kept_readings(self) -> Readings:
@@ -264,17 +303,8 @@ def blend(old: Tensor, new: Tensor, share: Tensor | float) -> Tensor:
 def restored(layer: RunningNorm) -> _BatchNorm:
     """The batch norm that computes the same as `layer` in eval mode, with its parameters and statistics."""
     new = takes_over(layer, layer.plain_class)
-    own = {
-        "_source_class",
-        "_source_momentum",
-        "_added",
-        "_activated",
-        "_rank",
-        "_readings",
-        "_watched_by",
-        "recording",
-    }
-    for name in own | layer._added:
+    own = {"_source_class", "_source_momentum", "_added", "_activated", "_rank", *layer._transient, *layer._added}
+    for name in own:
         for registry in _registries(new):
             registry.pop(name, None)
         new._non_persistent_buffers_set.discard(name)
@@ -286,6 +316,28 @@ def restored(layer: RunningNorm) -> _BatchNorm:
 def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
     """The dictionaries of a module's attributes, parameters, buffers and submodules."""
     return module.__dict__, module._parameters, module._buffers, module._modules
+
+
+def require_recording(layer: RunningNorm) -> None:
+    """Refuse to compile a norm that records in backward with recording off, as in Double-Forward: the compiled backward
+    would never record.
+    """
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and not layer.recording:
+        raise MemnormError(
+            f"{type(layer).__name__} records in backward, which a graph compiled with recording off never does: "
+            "compile without fullgraph, and it runs uncompiled, or train without Double-Forward"
+        )
+
+
+def count_up(counter: Tensor, valid: Tensor, limit: int) -> None:
+    """Add 1 to the counter in place if `valid`, until it reaches `limit`."""
+    counter.copy_((counter + valid.to(counter.dtype)).clamp(max=limit))
+
+
+def check_whole(name: str, value: Any, least: int) -> int:
+    if not is_whole(value) or value < least:
+        raise OptionError(f"{name} must be a whole number, at least {least}; got {value!r}")
+    return int(value)
 
 
 def unbiased(batch: Moments) -> Tensor:

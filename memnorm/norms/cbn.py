@@ -37,9 +37,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from memnorm.errors import InputError
 from memnorm.functional import Moments, count_per_channel, normalize_with_memory, snapshot, statistics_dtype
-from memnorm.norms.base import ENTRY_OF_RUNNING_NORM
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, check_whole, count_up
 from memnorm.norms.brn import check_total_steps
-from memnorm.norms.window import WindowedNorm, check_whole, count_up, place
 
 NOTE = "_memnorm_source"
 BURN_IN = 2 / 3  # share of the training, as in the authors' configurations for COCO: 8 of 12 epochs
@@ -53,7 +52,7 @@ class Source(NamedTuple):
     versions: tuple[int, int]
 
 
-class CrossIterationBatchNorm(WindowedNorm):
+class CrossIterationBatchNorm(RunningNorm):
     """Cross-iteration batch norm over (N, C, …), after a convolution or linear layer with the hook `note_source`.
 
     Args:
@@ -181,7 +180,8 @@ class CrossIterationBatchNorm(WindowedNorm):
         linear = self._linear(source.layer, slope_GF[None], slope_CF[None], self.memory_mean.dtype)
         newest = (batch.mean, batch.var, linear[0][0], linear[1][0], slope_GF, slope_CF)
         for name, value in zip(self.MEMORY, newest, strict=False):
-            place(self.get_buffer(name), value, self.memory_next, finite)
+            rows, at = self.get_buffer(name), self.memory_next[None]
+            rows.index_copy_(0, at, torch.where(finite, value[None].to(rows.dtype), rows.index_select(0, at)))
         count_up(self.memory_filled, finite, self.window - 1)
         self.memory_next.copy_((self.memory_next + finite) % (self.window - 1))
 

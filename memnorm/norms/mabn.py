@@ -40,7 +40,7 @@ from torch.nn.utils import parametrize
 from memnorm.centering import centred, feeding, groups_of, outputs_of
 from memnorm.errors import OptionError, is_number
 from memnorm.functional import Moments, constant_moments, count_per_channel, snapshot
-from memnorm.norms.window import WindowedNorm, check_whole, count_up, push
+from memnorm.norms.base import RunningNorm, check_whole, count_up, require_recording
 
 
 class Averaged(Moments):
@@ -49,7 +49,7 @@ class Averaged(Moments):
     average: Tensor
 
 
-class MovingAverageBatchNorm(WindowedNorm):
+class MovingAverageBatchNorm(RunningNorm):
     """Moving average batch norm over (N, C, …).
 
     Args:
@@ -98,7 +98,7 @@ class MovingAverageBatchNorm(WindowedNorm):
         return Moments(snapshot(self.memory_square), snapshot(self.running_var), snapshot(counts))
 
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
-        self._require_writing_backward()
+        require_recording(self)
         self._positions = math.prod(x.shape[2:])
         batch = Averaged(*constant_moments(x))
         batch.average, ratio, settled = self._averages(batch, state)
@@ -140,8 +140,10 @@ class MovingAverageBatchNorm(WindowedNorm):
 
     @staticmethod
     def _push(rows: Tensor, counts: Tensor, newest: Tensor, images: int, valid: Tensor) -> None:
-        push(rows, newest, valid)
-        push(counts, counts.new_full((), images), valid)
+        """Put the newest row and its number of images first and drop the oldest, in place, if `valid`."""
+        for buffer, value in ((rows, newest), (counts, counts.new_full((), images))):
+            moved = torch.cat([value[None].to(buffer.dtype), buffer])[: buffer.shape[0]]
+            buffer.copy_(torch.where(valid, moved, buffer))
 
     def training_moments(self, batch: Moments) -> Moments:
         average, ratio, _ = self._averages(batch, self._read())
@@ -151,8 +153,8 @@ class MovingAverageBatchNorm(WindowedNorm):
         """The running statistics for a population of these moments: mean zero, and the second moment."""
         return Moments(torch.zeros_like(moments.mean), _square(moments), moments.weight)
 
-    def _from_plain(self, state_dict: Any, prefix: str) -> None:
-        super()._from_plain(state_dict, prefix)
+    def _complete_plain_state(self, state_dict: Any, prefix: str) -> None:
+        super()._complete_plain_state(state_dict, prefix)
         state_dict[prefix + "running_mean"] = torch.zeros_like(state_dict[prefix + "running_mean"])
 
 

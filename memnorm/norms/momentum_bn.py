@@ -91,12 +91,11 @@ class MomentumBatchNorm(RunningNorm):
             share = 1 - (1 - share) ** (size / self.ideal_batch_size)
         self._store(blend(self.running_mean, batch.mean, share), blend(self.running_var, batch.var, share))
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _complete_plain_state(self, state_dict: Any, prefix: str) -> None:
         """A checkpoint of plain batch norm has one pair of averages, which initializes both pairs."""
         for name, source in AVERAGES.items():
             if prefix + source in state_dict and self._buffers.get(name) is not None:
                 state_dict.setdefault(prefix + name, state_dict[prefix + source].clone())
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 ENTRY: dict[str, Any] = {

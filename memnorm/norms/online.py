@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from memnorm.errors import OptionError, is_number
 from memnorm.functional import Moments, constant_moments, count_per_channel, statistics_dtype
-from memnorm.norms.window import WindowedNorm
+from memnorm.norms.base import RunningNorm, require_recording
 
 COMPENSATIONS = ("layer_scaling", "clamp", None)
 
@@ -44,7 +44,7 @@ class Stream(Moments):
     after: tuple[Tensor, Tensor]
 
 
-class OnlineNorm(WindowedNorm):
+class OnlineNorm(RunningNorm):
     """Online normalization over (N, C, …). `momentum` is the weight of one sample in the running statistics.
 
     Args:
@@ -92,7 +92,7 @@ class OnlineNorm(WindowedNorm):
         if self.momentum is None:
             # Torch's tools, such as update_bn, set this to average statistics over separately normalized batches.
             return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps), constant_moments(x)
-        self._require_writing_backward()
+        require_recording(self)
         var_NC, mean_NC = torch.var_mean(_wide(x.detach()), _positions(x), correction=0)
         before_mean, before_var, after = self._stream(mean_NC, var_NC, state)
         y: Tensor = _Normalize.apply(x, before_mean, torch.sqrt(before_var + self.eps), self)
