@@ -1,16 +1,16 @@
 """What `convert` keeps of a model, and the models that it takes."""
 
 import copy
+import functools
 from operator import attrgetter
 
 import pytest
 import torch
-from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, images, leaf, small_net
+from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, leaf, small_net
 from helpers.conversion import (
     VARIANTS,
     assert_bitwise,
     evaluated,
-    trained,
     with_statistics,
 )
 from torch import nn
@@ -29,18 +29,14 @@ def test_a_converted_layer_evaluates_bit_for_bit_as_before(shape, dtype):
     assert_bitwise(evaluated(memnorm.convert(layer), x), before)
 
 
-def test_a_network_converted_in_eval_mode_evaluates_bit_for_bit_as_before():
-    net = trained(small_net()).eval()
-    before = net(images(5, seed=9))
-    assert_bitwise(memnorm.convert(net)(images(5, seed=9)), before)
-
-
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
-def test_a_layer_of_any_kind_evaluates_bit_for_bit_as_before(options):
+def test_a_layer_of_any_kind_evaluates_bit_for_bit_as_before_and_after_the_way_back(options):
     layer = with_statistics(nn.BatchNorm2d(3, **options))
     x = leaf((4, 3, 2, 2), seed=9, dtype=torch.float32)
     before = evaluated(layer, x)
-    assert_bitwise(evaluated(memnorm.convert(layer), x), before)
+    new = memnorm.convert(layer)
+    assert_bitwise(evaluated(new, x), before)
+    assert_bitwise(evaluated(memnorm.to_batchnorm(new), x), before)
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
@@ -92,18 +88,6 @@ def test_a_layer_on_meta_stays_on_meta():
     assert {tensor.device.type for tensor in (*new.parameters(), *new.buffers())} == {"meta"}
 
 
-def test_running_statistics_and_counter_are_kept():
-    layer = with_statistics(nn.BatchNorm2d(3))
-    before = copy.deepcopy(layer.state_dict())
-    after = memnorm.convert(layer).state_dict()
-    assert_bitwise({name: after[name] for name in before}, before)
-
-
-def test_a_new_memory_is_empty():
-    new = memnorm.convert(with_statistics(nn.BatchNorm2d(3)))
-    assert_bitwise((new.memory_count, new.running_weight), (torch.zeros(20), torch.zeros(())))
-
-
 def test_what_the_user_added_to_a_layer_is_kept():
     layer = nn.BatchNorm2d(3)
     layer.tag = "stem"
@@ -116,19 +100,22 @@ def test_what_the_user_added_to_a_layer_is_kept():
     assert "mask" not in new.state_dict()
 
 
-def register(kind, layer, called):
-    hooks = {
-        "forward": lambda: layer.register_forward_hook(lambda m, *_: called.append(type(m))),
-        "forward with kwargs": lambda: layer.register_forward_hook(
-            lambda m, *_: called.append(type(m)), with_kwargs=True
-        ),
-        "forward pre": lambda: layer.register_forward_pre_hook(lambda m, *_: called.append(type(m))),
-        "full backward": lambda: layer.register_full_backward_hook(lambda m, *_: called.append(type(m))),
-        "state_dict": lambda: layer.register_state_dict_post_hook(lambda m, *_: called.append(type(m))),
-        "load_state_dict post": lambda: layer.register_load_state_dict_post_hook(lambda m, _: called.append(type(m))),
-        "load_state_dict pre": lambda: layer.register_load_state_dict_pre_hook(lambda m, *_: called.append(type(m))),
-    }
-    return hooks[kind]()
+HOOKS = {
+    "forward": nn.Module.register_forward_hook,
+    "forward with kwargs": functools.partial(nn.Module.register_forward_hook, with_kwargs=True),
+    "forward pre": nn.Module.register_forward_pre_hook,
+    "full backward": nn.Module.register_full_backward_hook,
+    "state_dict": nn.Module.register_state_dict_post_hook,
+    "load_state_dict post": nn.Module.register_load_state_dict_post_hook,
+    "load_state_dict pre": nn.Module.register_load_state_dict_pre_hook,
+}
+each_hook = pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+
+
+def hooked(register):
+    """A model whose norm has the hook, a list of the classes that it is called with, and its handle."""
+    model, called = nn.Sequential(nn.BatchNorm2d(3)), []
+    return model, called, register(model[0], lambda module, *_: called.append(type(module)))
 
 
 def exercise(model):
@@ -137,37 +124,17 @@ def exercise(model):
     model.load_state_dict(model.state_dict())
 
 
-HOOKS = [
-    "forward",
-    "forward with kwargs",
-    "forward pre",
-    "full backward",
-    "state_dict",
-    "load_state_dict post",
-    "load_state_dict pre",
-]
-
-
-@pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_are_called_with_the_new_layer(kind):
-    model, called = nn.Sequential(nn.BatchNorm2d(3)), []
-    register(kind, model[0], called)
+@each_hook
+def test_hooks_are_called_with_the_new_layer_and_after_the_way_back_with_the_plain_one(register):
+    model, called, _handle = hooked(register)
     exercise(memnorm.convert(model))
-    assert called == [memnorm.MemorizedBatchNorm2d]
-
-
-@pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_of_a_memorized_layer_are_called_with_the_plain_one(kind):
-    model, called = nn.Sequential(memnorm.MemorizedBatchNorm2d(3)), []
-    register(kind, model[0], called)
     exercise(memnorm.to_batchnorm(model))
-    assert called == [nn.BatchNorm2d]
+    assert called == [memnorm.MemorizedBatchNorm2d, nn.BatchNorm2d]
 
 
-@pytest.mark.parametrize("kind", HOOKS)
-def test_handles_still_remove_their_hooks(kind):
-    model, called = nn.Sequential(nn.BatchNorm2d(3)), []
-    handle = register(kind, model[0], called)
+@each_hook
+def test_handles_still_remove_their_hooks(register):
+    model, called, handle = hooked(register)
     memnorm.convert(model)
     handle.remove()
     exercise(model)
@@ -183,11 +150,6 @@ def test_converting_a_batch_norm_returns_a_new_layer(shape):
     assert type(layer) is plain_class
 
 
-def test_converting_any_other_model_returns_the_model():
-    net = small_net()
-    assert memnorm.convert(net) is net
-
-
 def test_layers_are_found_at_any_depth():
     model = nn.ModuleDict(
         {
@@ -195,7 +157,9 @@ def test_layers_are_found_at_any_depth():
             "deep": nn.ModuleDict({"er": nn.BatchNorm3d(2)}),
         }
     )
-    memnorm.convert(model)
+    model.register_module("downsample", None)
+    assert memnorm.convert(model) is model
+    assert model["downsample"] is None
     kinds = [type(module) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     assert kinds == [memnorm.MemorizedBatchNorm1d, memnorm.MemorizedBatchNorm2d, memnorm.MemorizedBatchNorm3d]
 
@@ -203,21 +167,14 @@ def test_layers_are_found_at_any_depth():
 def test_a_layer_in_two_places_stays_one_layer():
     shared = nn.BatchNorm2d(3)
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
-    memnorm.convert(model)
-    assert isinstance(model["a"], MemorizedBatchNorm)
-    assert model["b"][0] is model["a"]
-
-
-def test_a_submodule_that_is_none_stays_none():
-    model = nn.Sequential(nn.BatchNorm2d(3))
-    model.register_module("downsample", None)
-    memnorm.convert(model)
-    assert model.downsample is None
+    for change, kind in ((memnorm.convert, memnorm.MemorizedBatchNorm2d), (memnorm.to_batchnorm, nn.BatchNorm2d)):
+        change(model)
+        assert type(model["a"]) is kind
+        assert model["b"][0] is model["a"]
 
 
 def test_a_wrong_option_does_not_change_the_hooks():
-    model, called = nn.Sequential(nn.BatchNorm2d(3)), []
-    register("load_state_dict pre", model[0], called)
+    model, called, _handle = hooked(nn.Module.register_load_state_dict_pre_hook)
     with pytest.raises(OptionError):
         memnorm.convert(model, decay=2.0)
     exercise(model)

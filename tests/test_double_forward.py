@@ -138,13 +138,6 @@ def test_an_optimizer_that_steps_again_does_not_wait_for_the_other():
 # Several forwards for one step, as a GAN's discriminator has them
 
 
-def test_all_forwards_of_one_backward_are_recorded():
-    model, optimizer = attached()
-    (model(batch(1)).mean() - model(batch(2)).mean() + model(batch(3)).square().mean()).backward()
-    optimizer.step()
-    assert_remembers(model, batch(3), batch(2), batch(1))
-
-
 def penalty(model: nn.Module, x: Tensor) -> Tensor:
     """A gradient penalty: its forward is differentiated before, and apart from, the backward of the loss."""
     x = x.clone().requires_grad_()
@@ -400,16 +393,6 @@ def test_an_input_changed_by_the_model_is_replayed_as_it_was():
     model, optimizer = attached(Doubling())
     train_step(model, optimizer, batch(1))
     assert_remembers(model, 2 * batch(1))
-
-
-def test_an_input_overwritten_by_the_loop_is_replayed_as_it_was():
-    model, optimizer = attached()
-    static = torch.empty(4, 3)
-    for seed in (1, 2):
-        accumulate(model, static.copy_(batch(seed)))
-    static.zero_()
-    optimizer.step()
-    assert_remembers(model, batch(2), batch(1))
 
 
 def test_a_list_emptied_by_the_model_is_replayed_as_it_was():

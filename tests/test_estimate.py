@@ -394,8 +394,11 @@ def test_adapt_reverts_in_a_model_that_was_cast_meanwhile():
 
 @pytest.mark.parametrize(
     "call",
-    [memnorm.convert, memnorm.to_batchnorm, memnorm.summary, lambda model: memnorm.recalibrate(model, [])],
-    ids=["convert", "to_batchnorm", "summary", "recalibrate"],
+    [
+        *(memnorm.convert, memnorm.to_batchnorm, memnorm.summary, memnorm.plain_state_dict),
+        lambda model: memnorm.recalibrate(model, []),
+    ],
+    ids=["convert", "to_batchnorm", "summary", "plain_state_dict", "recalibrate"],
 )
 @pytest.mark.parametrize("model", [nn.BatchNorm2d, "net", None], ids=str)
 def test_what_is_no_module_is_an_error(call, model):

@@ -61,12 +61,6 @@ def test_no_cast_narrows_a_buffer_below_float32(cast, dtype):
         assert buffer.dtype in (torch.float32, torch.float64, torch.int64), name
 
 
-@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16], ids=str)
-def test_a_layer_built_narrow_has_statistics_in_float32(dtype):
-    layer = Layer(C, dtype=dtype)
-    assert {layer.get_buffer(name).dtype for name in ("running_mean", "running_var", *MEMORY)} == {torch.float32}
-
-
 def test_half_and_back_leaves_the_statistics_as_they_were():
     layer = trained(dtype=torch.float32)
     before = {name: value for name, value in snapshot(layer).items() if name not in ("weight", "bias", "strength")}

@@ -10,7 +10,6 @@ import torch
 from helpers.common import images, labels, small_net
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
 import memnorm
 from memnorm.norms.cbn import CrossIterationBatchNorm
@@ -62,15 +61,6 @@ def test_copies_and_loaded_checkpoints_train_alike(name):
         train(one, range(4, 7))
     for one in copies:
         torch.testing.assert_close(state(one), state(net), rtol=0, atol=0)
-
-
-@each_norm
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_network_has_the_same_gradients_and_state(name, reentrant):
-    plain, other = trained(name), trained(name)
-    train(plain, range(4, 8))
-    train(other, range(4, 8), lambda net, x: checkpoint(net, x, use_reentrant=reentrant))
-    torch.testing.assert_close(state(other), state(plain), rtol=0, atol=1e-12)
 
 
 @each_norm
