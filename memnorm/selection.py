@@ -59,13 +59,13 @@ def _rules(option: str, given: Any) -> list[Rule]:
 
 
 def _matched(option: str, model: nn.Module, norms: Mapping[str, nn.Module], rules: list[Rule]) -> dict[str, Rule]:
-    """The norms that match, each with its first rule. A name, pattern or class that matches none is an error."""
+    """The norms that match, each with its last rule. A name, pattern or class that matches none is an error."""
     around, found = _around(model, norms), {}
     for rule in rules:
         names = [name for name, layer in norms.items() if _matches(rule, name, layer, around[name])]
         if not names and (isinstance(rule, (str, type)) or option == "include"):
             raise OptionError(_no_match(option, rule, model, norms, around))
-        found.update({name: rule for name in names if name not in found})
+        found.update(dict.fromkeys(names, rule))
     return found
 
 

@@ -244,15 +244,6 @@ def test_a_layer_frozen_by_the_user_is_unchanged(norm, passes):
     assert_same_state(net[4], before)
 
 
-def test_a_memory_is_emptied():
-    net = deep_net(NORMS["memorized"])
-    assert all(layer.memory_count.sum() > 0 for layer in batch_norms(net).values())
-    recalibrate(net, [DATA])
-    for layer in batch_norms(net).values():
-        slots = (layer.memory_mean, layer.memory_var, layer.memory_count, layer.running_weight)
-        assert all(not buffer.any() for buffer in slots)
-
-
 def test_the_new_statistics_replace_the_memory():
     layer = memnorm.MemorizedBatchNorm1d(4, strength=0.5, dtype=torch.float64)
     recalibrate(layer, [DATA])

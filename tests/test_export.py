@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from helpers.common import assert_same_state, images
-from helpers.export import assert_folded, in_onnx_runtime, quantized
+from helpers.export import assert_folded, quantized
 from helpers.torch_tools import Layer, compute_on, double, resnet, trained
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -66,17 +66,6 @@ def test_fusion_of_a_converted_network_changes_nothing():
 # torch.export
 
 
-def test_an_exported_network_needs_nothing_of_memnorm(tmp_path):
-    """The exported graph has torch's operations only, among them batch norm."""
-    net, x = evaluating(), other_images()
-    program = torch.export.export(net, (x,))
-    used = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert "aten.batch_norm.default" in used
-    assert {name.split(".")[0] for name in used} == {"aten"}
-    torch.export.save(program, tmp_path / "net.pt2")
-    torch.testing.assert_close(torch.export.load(tmp_path / "net.pt2").module()(x), net(x), rtol=0, atol=1e-12)
-
-
 def test_an_exported_training_forward_records_as_the_layer_does():
     net = nn.Sequential(Layer(3, memory_size=2, dtype=double))
     example = (images(4, seed=0, dtype=double),)
@@ -101,15 +90,6 @@ def test_a_jit_trace_of_a_residual_network_evaluates_the_same_on_another_number_
 
 
 # ONNX and quantization
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plain", [False, True], ids=["converted", "made plain"])
-def test_onnx_runtime_computes_what_the_network_does_on_any_number_of_images(plain, tmp_path):
-    net = evaluating(torch.float32)
-    computed = in_onnx_runtime(memnorm.to_batchnorm(copy.deepcopy(net)) if plain else net, tmp_path)
-    for x in (other_images(torch.float32), images(1, seed=3)):
-        torch.testing.assert_close(computed(x), net(x).detach(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

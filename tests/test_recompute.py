@@ -10,7 +10,7 @@ import torch
 from helpers.common import leaf, randn
 from helpers.torch_tools import Layer, double
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import memnorm
 
@@ -232,18 +232,6 @@ def twice(losses: list[Tensor]) -> None:
 def test_checkpointing_changes_nothing_when_a_graph_goes_backward_twice(scenario, run):
     checkpointed = trajectory(lambda net, x: [scenario(net, run, x)], twice)
     assert_same_trace(checkpointed, trajectory(lambda net, x: [scenario(net, directly, x)], twice))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("segments", [1, 2, 3])
-def test_checkpoint_sequential_changes_no_output_no_gradient_and_no_buffer(segments, use_reentrant):
-    def sequential(net: Any) -> list[nn.Module]:
-        return [module for pair in zip(net.conv, net.norm, strict=True) for module in pair]
-
-    checkpointed = trajectory(
-        lambda net, x: [checkpoint_sequential(sequential(net), segments, x, use_reentrant=use_reentrant)]
-    )
-    assert_same_trace(checkpointed, trajectory(lambda net, x: [nn.Sequential(*sequential(net))(x)]))
 
 
 @pytest.mark.parametrize("run", MODES, ids=lambda run: run.__name__)

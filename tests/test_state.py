@@ -93,15 +93,6 @@ def test_a_copy_trains_like_the_original(copied, memory_size):
     assert_same_state(other, layer)
 
 
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
-def test_a_copy_made_while_recording_is_off_records(copied):
-    layer = trained(3)
-    with memnorm.recording(layer, False):
-        other = copied(layer)
-        other(batch(3))
-    assert_same_state(other, trained(4))
-
-
 def test_a_shared_layer_keeps_its_values_and_stays_shared_while_it_trains():
     layer = trained(2).share_memory()
     layer(batch(2))
@@ -306,16 +297,6 @@ def test_a_first_batch_that_is_not_finite_leaves_trained_statistics_untouched(va
     x[1, 2, 0, 1] = value
     layer(x)
     assert_bitwise(snapshot(layer), before)
-
-
-@pytest.mark.parametrize("memory_size", [1, 5, None])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_memorized_checkpoint_is_restored_bit_for_bit(memory_size, dtype):
-    source = trained(7, dtype, memory_size=memory_size)
-    source.set_strength(0.9)
-    layer = trained(2, dtype, memory_size=memory_size)
-    layer.load_state_dict(source.state_dict())
-    assert_bitwise(snapshot(layer), snapshot(source))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])
@@ -545,27 +526,6 @@ def by_name(path):
 # Parts of a checkpoint
 
 
-def with_head(classes, *, seed):
-    net = network(seed=seed)
-    net[8] = nn.Linear(4, classes)
-    return net
-
-
-@pytest.mark.parametrize("plain", [False, True], ids=["memorized", "plain"])
-def test_a_checkpoint_without_the_head_fills_the_trunk_and_names_what_is_missing(plain):
-    source = memnorm.to_batchnorm(network()) if plain else network()
-    trunk = {name: value for name, value in source.state_dict().items() if not name.startswith("8.")}
-    net = with_head(3, seed=1)
-    head = {name: value.clone() for name, value in net[8].state_dict().items()}
-    report = net.load_state_dict(trunk, strict=False)
-    assert report.missing_keys == ["8.weight", "8.bias"]
-    assert report.unexpected_keys == []
-    for name, value in trunk.items():
-        torch.testing.assert_close(net.state_dict()[name], value, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
-    assert float(net[1].running_weight) == 0 if plain else float(net[1].running_weight) > 0
-    torch.testing.assert_close(net[8].state_dict(), head, rtol=0, atol=0)
-
-
 def test_a_checkpoint_without_statistics_keeps_them_and_names_them():
     source, net = network(), network(seed=1)
     kept = {name: value.clone() for name, value in net.state_dict().items()}
@@ -574,13 +534,3 @@ def test_a_checkpoint_without_statistics_keeps_them_and_names_them():
     assert report.missing_keys == [name for name, _ in net.named_buffers() if not name.endswith(COUNTER)]
     for name, _ in net.named_buffers():
         torch.testing.assert_close(net.state_dict()[name], kept[name], rtol=0, atol=0)
-
-
-def test_a_memorized_checkpoint_loads_into_a_plain_network_without_its_memory():
-    net, plain = network(), small_net(seed=1)
-    report = plain.load_state_dict(net.state_dict(), strict=False)
-    assert report.missing_keys == []
-    unexpected = {name.split(".")[1] for name in report.unexpected_keys}
-    assert unexpected == {"running_weight", "memory_mean", "memory_var", "memory_count", "strength"}
-    x = images(3, seed=2)
-    torch.testing.assert_close(plain.eval()(x), net.eval()(x), rtol=0, atol=0)

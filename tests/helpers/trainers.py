@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from helpers.common import randn, randomize
+from helpers.common import assert_same_state, randn, randomize
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -94,17 +95,22 @@ def two_way_segmenter() -> Any:
     return memnorm.convert(model, "two_way", warmup=2, decay=0.7)
 
 
-def two_way_loop(accumulate: int) -> Any:
-    """The plain loop of two-way memory, which needs only the conversion."""
-    model = two_way_segmenter()
+def assert_two_way_loop(model: Any, accumulate: int) -> None:
+    """The model is that of the plain loop with two-way memory, which needs only the conversion. Every micro-batch of an
+    update has the update's age.
+    """
+    twin = two_way_segmenter()
     torch.manual_seed(7)
-    optimizer = sgd(model)
+    optimizer = sgd(twin)
     for number, batch in enumerate(scenes(accumulate), 1):
-        (model(**batch)["loss"] / accumulate).backward()
+        (twin(**batch)["loss"] / accumulate).backward()
         if number % accumulate == 0:
             optimizer.step()
             optimizer.zero_grad()
-    return model
+    assert_same_state(model, twin)
+    weight = two_way_weight(accumulate)
+    assert float(model.color[1].running_weight) == pytest.approx(weight)
+    assert float(model.color[1].backward_weight) == pytest.approx(weight)
 
 
 def two_way_weight(accumulate: int) -> float:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.common import assert_same_state
 from helpers.optional import library
-from helpers.trainers import STEPS, plain_loop, scenes, segmenter, sgd
+from helpers.trainers import STEPS, assert_two_way_loop, plain_loop, scenes, segmenter, sgd, two_way_segmenter
 
 accelerate = library("accelerate")
 attach = library("memnorm.integrations.accelerate").attach
@@ -17,15 +17,16 @@ def _fresh_accelerator_state():
     accelerate.state.GradientState._reset_state()
 
 
-def prepared(accumulate=1, precision="no", **options):
+def prepared(accumulate=1, precision="no", model=None, **options):
+    """A given `model` gets no integration."""
     accelerator = accelerate.Accelerator(
         cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulate, rng_types=[]
     )
-    model = segmenter()
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), scenes(accumulate))
-    handle = attach(accelerator, model, optimizer, STEPS, **options)
+    net = model or segmenter()
+    net, optimizer, loader = accelerator.prepare(net, sgd(net), scenes(accumulate))
+    handle = None if model else attach(accelerator, net, optimizer, STEPS, **options)
     torch.manual_seed(7)
-    return accelerator, model, optimizer, loader, handle
+    return accelerator, net, optimizer, loader, handle
 
 
 def train(accelerator, model, optimizer, loader, _handle):
@@ -45,6 +46,11 @@ def test_an_accelerated_training_is_the_plain_loop_bit_for_bit(accumulate, preci
     assert_same_state(model, plain_loop(accumulate=accumulate, dtype=dtype))
     assert int(model.color[1].num_batches_tracked) == STEPS * accumulate
     assert float(model.color[1].strength) == 0.9
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_way_memory_needs_no_integration(accumulate):
+    assert_two_way_loop(train(*prepared(accumulate, model=two_way_segmenter())), accumulate)
 
 
 def test_options_reach_double_forward_and_the_schedule():

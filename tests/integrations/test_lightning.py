@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.common import assert_same_state
 from helpers.optional import library
-from helpers.trainers import STEPS, plain_loop, scenes, segmenter, sgd
+from helpers.trainers import STEPS, assert_two_way_loop, plain_loop, scenes, segmenter, sgd, two_way_segmenter
 
 from memnorm.errors import NothingToRecord, OptionError
 
@@ -73,6 +73,14 @@ def test_a_lightning_training_is_the_plain_loop_bit_for_bit(accumulate, precisio
     assert_same_state(net, plain_loop(accumulate=accumulate, dtype=dtype))
     assert int(net.color[1].num_batches_tracked) == STEPS * accumulate
     assert float(net.color[1].strength) == 0.9
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_way_memory_needs_no_callback(accumulate):
+    """Lightning runs the last micro-batch of a window in a closure of the optimizer's step."""
+    task = Task()
+    task.net = two_way_segmenter()
+    assert_two_way_loop(fit(task, accumulate=accumulate), accumulate)
 
 
 def test_a_module_that_calls_itself_needs_no_name():

@@ -7,7 +7,17 @@ import pytest
 import torch
 from helpers.common import assert_same_state
 from helpers.optional import library
-from helpers.trainers import BATCH, STEPS, Scenes, plain_loop, scenes, segmenter, sgd
+from helpers.trainers import (
+    BATCH,
+    STEPS,
+    Scenes,
+    assert_two_way_loop,
+    plain_loop,
+    scenes,
+    segmenter,
+    sgd,
+    two_way_segmenter,
+)
 
 from memnorm.errors import DTypeError, OptionError
 
@@ -48,7 +58,7 @@ def trainer(folder, callback, *, model=None, kind=InOrder, dropout=0.25, accumul
         model,
         arguments,
         train_dataset=Scenes(BATCH * accumulate * STEPS),
-        callbacks=[callback],
+        callbacks=[callback] if callback else [],
         optimizers=(optimizer, constant),
     )
     torch.manual_seed(7)
@@ -64,6 +74,13 @@ def test_a_hugging_face_training_is_the_plain_loop_bit_for_bit(tmp_path, accumul
     assert_same_state(made.model, twin)
     assert int(made.model.color[1].num_batches_tracked) == STEPS * accumulate
     assert float(made.model.color[1].strength) == 0.9
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_way_memory_needs_no_callback(tmp_path, accumulate):
+    made = trainer(tmp_path, None, model=two_way_segmenter(), accumulate=accumulate)
+    made.train()
+    assert_two_way_loop(made.model, accumulate)
 
 
 def test_options_reach_double_forward_and_the_schedule(tmp_path):

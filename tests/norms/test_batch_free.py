@@ -156,24 +156,7 @@ def test_eps_must_be_positive(norm, eps):
 
 @pytest.mark.parametrize(
     ("channels", "wish", "groups"),
-    [
-        (64, None, 32),
-        (256, None, 32),
-        (32, None, 16),
-        (16, None, 8),
-        (10, None, 5),
-        (48, None, 24),
-        (3, None, 1),
-        (1, None, 1),
-        (7, None, 1),
-        (96, 32, 32),
-        (48, 32, 24),
-        (32, 32, 32),
-        (10, 4, 2),
-        (10, 100, 10),
-        (7, 3, 1),
-        (12, 1, 1),
-    ],
+    [(256, None, 32), (10, None, 5), (3, None, 1), (1, None, 1), (48, 32, 24), (10, 4, 2), (10, 100, 10), (7, 3, 1)],
 )
 def test_groups_divide_the_channels_and_have_at_least_two_by_default(channels, wish, groups):
     assert choose_groups(channels, wish) == groups

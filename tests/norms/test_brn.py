@@ -86,16 +86,11 @@ def test_fully_relaxed_the_training_output_is_evals(affine):
 LIMITS = {0: (1, 0), 4_999: (1, 0), 15_000: (1 + 2 * 10 / 35, 2.5), 25_000: (1 + 2 * 20 / 35, 5), 40_000: (3, 5)}
 
 
-@pytest.mark.parametrize("step", [*LIMITS, 10_000_000])
-def test_the_published_steps_are_the_default(step):
-    r_max, d_max = BatchRenorm(3, dtype=torch.float64).limits(torch.tensor(step))
-    assert (float(r_max), float(d_max)) == pytest.approx(LIMITS.get(step, (3, 5)))
-
-
+@pytest.mark.parametrize(("total_steps", "scale"), [(None, 1), (1300, 100)], ids=["published steps", "scaled"])
 @pytest.mark.parametrize("step", LIMITS)
-def test_the_relaxation_scales_with_the_run(step):
-    layer = BatchRenorm(3, dtype=torch.float64, total_steps=1300)
-    r_max, d_max = layer.limits(torch.tensor(step / 100))
+def test_the_limits_are_relaxed_at_the_published_steps_or_in_proportion_to_the_run(step, total_steps, scale):
+    layer = BatchRenorm(3, dtype=torch.float64, total_steps=total_steps)
+    r_max, d_max = layer.limits(torch.tensor(step / scale))
     assert (float(r_max), float(d_max)) == pytest.approx(LIMITS[step])
 
 

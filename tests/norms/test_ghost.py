@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from helpers.common import LAYERS, SHAPES, assert_same_output_and_gradients, assert_same_state, leaf, randomize
-from helpers.running_norms import ENTRIES, Literal, built, drifting, follow, gradients, moments
+from helpers.common import SHAPES, assert_same_output_and_gradients, assert_same_state, leaf
+from helpers.running_norms import Literal, built, drifting, follow, moments
 
 import memnorm
 from memnorm.errors import InputError, OptionError
@@ -48,21 +48,6 @@ def test_a_remainder_of_one_value_joins_the_last_whole_ghost_batch():
     layer = built("ghost", rank=2, ghost_size=4)
     follow(layer, Ghosts([4, 5]), steps=20, shapes=[(9, 3)])
     follow(built("ghost", rank=2, ghost_size=4), Ghosts([5]), steps=5, shapes=[(5, 3)])
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("shape", [(9, 3, 5), (9, 3, 2, 3), (9, 3, 2, 2, 2)], ids=str)
-def test_it_is_torchs_batch_norm_on_each_ghost_batch_in_turn(shape, momentum):
-    torchs = LAYERS[len(shape)][1](3, momentum=momentum)
-    randomize(torchs, seed=0)
-    ours = ENTRIES["ghost"]["replace"](copy.deepcopy(torchs), ghost_size=4)
-    for step in range(20):
-        x = drifting(shape, step).detach().float().requires_grad_()
-        one_by_one = gradients(lambda x: torch.cat([torchs(part) for part in x.split(4)]), x, torchs.parameters())
-        for mine, theirs in zip(gradients(ours, x, ours.parameters()), one_by_one, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-        for name, value in torchs.state_dict().items():
-            torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [8, 100])

@@ -91,24 +91,6 @@ def test_a_trajectory_equals_the_papers_equations(rest, options):
         torch.testing.assert_close(mine, [reference.mu, reference.var, reference.u, reference.v], rtol=0, atol=1e-10)
 
 
-def test_the_split_of_a_stream_into_batches_has_no_effect():
-    x, probe = leaf((12, 3, 4), seed=0).detach(), randn(12, 3, 4, seed=1)
-    results = []
-    for sizes in ([12], [1] * 12, [5, 1, 6]):
-        layer = layer_of(momentum=0.1)
-        outputs, grads = [], []
-        for part, part_probe in zip(x.split(sizes), probe.split(sizes), strict=True):
-            point = part.clone().requires_grad_()
-            y = layer(point)
-            (y * part_probe).sum().backward()
-            outputs.append(y)
-            grads.append(point.grad)
-        states = [layer.running_mean, layer.running_var, layer.control_mean, layer.control_scale]
-        results.append([torch.cat(outputs), torch.cat(grads), *states, layer.weight.grad])
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-11)
-
-
 def test_eval_is_batch_norm_with_the_compensation():
     layer = layer_of(momentum=0.1)
     for seed in range(4):
