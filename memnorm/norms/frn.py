@@ -25,9 +25,9 @@ class FilterResponseNorm(BatchFreeNorm):
     """Filter Response Normalization over (N, C, …) with TLU. If `threshold` is None, it is only the normalization.
 
     Args:
-        eps: the constant part of ε. learned_eps: add the absolute value of a learned number to ε, one per layer,
-        initially 0.0001. This is needed for
-            maps with a single pixel, where x/√(x² + ε) with a small ε is almost the sign of x.
+        eps: the constant part of ε.
+        learned_eps: add the absolute value of a learned number to ε, one per layer, initially 0.0001. Maps with a
+            single pixel need it: with a small ε, x/√(x² + ε) is almost the sign of x.
     """
 
     OPTIONS: ClassVar[dict[str, Any]] = {"eps": 1e-6, "learned_eps": False}
