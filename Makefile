@@ -13,7 +13,7 @@ test-full: .venv/full .venv/installed lint
 
 # The table of docs lists failures as well.
 test-ecosystem: .venv-ecosystem/installed .venv/installed
-	.venv-ecosystem/bin/python tests/ecosystem/run.py; result=$$?; $(BIN)/python tools/docs.py && exit $$result
+	.venv-ecosystem/bin/python tests/ecosystem/run.py; result=$$?; $(BIN)/python -m study.pages && exit $$result
 
 # The tests of the layers with another torch, in an environment of its own: make test-torch VERSION=2.8.0
 test-torch:
@@ -43,7 +43,7 @@ docs: .venv/docs .venv/installed
 
 bench: .venv/installed
 	$(BIN)/memnorm bench all --out results/bench.json
-	$(BIN)/python tools/docs.py
+	$(BIN)/python -m study.pages
 
 lint: .venv/dependencies
 	$(BIN)/ruff check .

@@ -6,13 +6,15 @@ Arms are compared over the seeds that both have, in the same setting: `MBN-2/4` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from memnorm.lab.bench.clock import geometric_mean
 from memnorm.lab.significance import Difference, Sample, holm, number, p_text, paired
-from memnorm.lab.spec import RunSpec
+from memnorm.lab.spec import RunSpec, arm_name
 from memnorm.milestones import in_steps
+from study.measurements import Measurements, markdown
+from study.run import load
 from study.studies import SETTINGS, STUDIES, Arm, Records
 
 ERRORS = {"recalibrated ": "test_error_recalibrated", "training ": "train_error", "": "test_error"}
@@ -42,11 +44,12 @@ PARTS = (
 )
 
 
-class Values:
-    """What the markers of a page stand for."""
+class Values(Measurements):
+    """What the markers of a page stand for: those of measurements, and these of runs."""
 
     def __init__(self, records: Records, measured: Mapping[str, Any]) -> None:
-        self._records, self._measured = records, measured
+        super().__init__(measured)
+        self._records = records
 
     # tables
 
@@ -210,6 +213,20 @@ class Values:
         figure = f"![Test error against micro-batch size]({FIGURES}/{name}.svg)\n\n" if name in WITH_FIGURE else ""
         return figure + markdown(["images × micro-batches per update", *places.values()], rows)
 
+    def card(self, norm: str) -> str:
+        """What was measured of a norm: its cost, and its errors on the digits compared with BN's."""
+        lines = [self.cost(norm)]
+        for steps, errors in _on_digits().items():
+            for name in (arm_name(norm, scheme) for scheme in ("single", "double")):
+                if name in errors:
+                    text = f"{name} {Sample(list(errors[name].values())).text} % test error"
+                    gap = None if name == "BN" else paired(errors[name], errors["BN"])
+                    less = "" if gap is None else f"; minus BN: {_text(gap)}"
+                    lines.append(f"Digits, batch size 4, {steps:,} steps: {text}{less}.")
+        if len(lines) > 1:
+            lines.append("(Learning rate 0.1 or 0.01, whichever did better on held-out training images.)")
+        return "\n".join(lines) + "\n"
+
     # single numbers
 
     def error(self, name: str, arm: str) -> str:
@@ -261,37 +278,6 @@ class Values:
             errors, least = self.errors_of(name, f"{label}/{small}"), self.errors_of(name, f"{label}/{large}")
             grown.append({seed: errors[seed] - least[seed] for seed in errors})
         return _with_n(paired(*grown))
-
-    def step(self, batch: str, arm: str) -> str:
-        """A training step of ResNet-20 in steps of BN."""
-        return f"{self._bench(batch, arm)['ratio']:.2f}"
-
-    def backward(self, batch: str) -> str:
-        """Time of the backward pass of BN in forward passes."""
-        parts = self._bench(batch, "BN")["milliseconds of"]
-        return f"{parts['backward'] / parts['forward']:.2f}"
-
-    def evaluation(self) -> str:
-        return f"{geometric_mean([row['eval']['ratio'] for row in self._measured['bench']['layer']['shapes']]):.2f}"
-
-    def late(self, what: str) -> str:
-        """The continuation of trained networks, in the lab and with the equations written out."""
-        record = self._measured["late_and_literal"]
-        if what == "apart":
-            return f"{max(run['apart'] for run in record['runs']):.0e}"
-        if what == "unequal":
-            return str(sum(run["lab"]["test_error"] != run["literal"]["test_error"] for run in record["runs"]))
-        return f"{len(record['runs'])}" if what == "networks" else f"{record[what]:,}"
-
-    def recalibration(self, what: str) -> str:
-        """Error of networks recalibrated with the old memory minus that without."""
-        gaps = [run["with_memory"] - run["without"] for run in self._measured["recalibration"]["runs"]]
-        if what == "networks":
-            return str(len(gaps))
-        return number({"mean": Sample(gaps).mean, "least": min(gaps), "most": max(gaps)}[what])
-
-    def where(self, record: str, key: str) -> str:
-        return str(self._measured[record]["where"][key])
 
     # from records to errors
 
@@ -369,10 +355,17 @@ class Values:
         model, chosen = arm.spec.model.replace("resnet", "ResNet-"), ", chosen learning rate" if arm.rates else ""
         return f"{model}, batch size {size}, {arm.spec.iterations:,} iterations{chosen}"
 
-    def _bench(self, batch: str, arm: str) -> Mapping[str, Any]:
-        networks = self._measured["bench"]["step"]["networks"]
-        arms = next(one["arms"] for one in networks if (one["model"], one["batch_size"]) == ("resnet20", int(batch)))
-        return next(one for one in arms if one["name"] == arm)
+
+@functools.cache
+def _on_digits() -> dict[int, dict[str, dict[int, float]]]:
+    """Test errors on the digits by length of training, arm and seed, without the trials of learning rates."""
+    found: dict[int, dict[str, dict[int, float]]] = {}
+    for record in load("digits-norms").values():
+        spec = RunSpec.from_dict(record["spec"])
+        if record["status"] == "finished" and not spec.holdout:
+            by_arm = found.setdefault(spec.iterations, {})
+            by_arm.setdefault(spec.arm, {})[spec.seed] = record["final"]["test_error"]
+    return dict(sorted(found.items()))
 
 
 def _first_after(run: Mapping[str, Any], step: int) -> float:
@@ -402,7 +395,3 @@ def _mean(values: Iterable[float]) -> float:
 def _with_n(gap: Difference | None) -> str:
     """−1.55 (−3.35 to 0.26, p = 0.076, n = 5)."""
     return _text(gap) if gap is None or gap.n == 1 else f"{_text(gap)[:-1]}, n = {gap.n})"
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))

@@ -54,7 +54,7 @@ def main(core: bool) -> int:
     if core:
         record = {**json.loads(path.read_text()), torch.__version__.partition("+")[0]: record}
     path.write_text(json.dumps(record, indent=1) + "\n")
-    return subprocess.run([sys.executable, "tools/docs.py"], cwd=ROOT, check=False).returncode
+    return subprocess.run([sys.executable, "-m", "study.pages"], cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":

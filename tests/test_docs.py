@@ -1,6 +1,5 @@
 """README and docs: code blocks run, quoted lines and links exist, numbers are those of the records."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -71,20 +70,6 @@ def test_every_cited_test_exists():
     assert cited
     for file, name in cited:
         assert f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
-
-
-@pytest.fixture
-def tool(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    spec = importlib.util.spec_from_file_location("docs_tool", ROOT / "tools/docs.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    return tool
-
-
-def test_generated_parts_are_those_of_the_records(tool):
-    for path, text in tool.render().items():
-        assert path.read_text() == text, f"{path.name} is out of date: run python tools/docs.py"
 
 
 def test_the_version_is_the_same_everywhere():

@@ -49,7 +49,7 @@ def test_tables_figures_and_numbers_are_those_of_the_records():
     made = pages.render()
     assert {path.name for path in made} >= {"README.md", "evidence.md", "claims.md", "which-norm.md", "digits.svg"}
     for path, text in made.items():
-        assert path.read_text() == text, f"{path.name} is out of date: run python tools/docs.py"
+        assert path.read_text() == text, f"{path.name} is out of date: run python -m study.pages"
 
 
 def test_a_changed_record_changes_the_pages(records):

@@ -1,6 +1,7 @@
-"""The figures of docs/how-it-works.md: what two-way memory averages; the weights of MBN and the means that it uses.
+"""The figures that need no runs: how two-way memory and MBN work, and what the layers cost.
 
-Values come from the layer itself on numbers of Python's generator, in float64; the SVG holds no date and no random ids.
+What MBN does comes from the layer itself on numbers of Python's generator, in float64; the SVG holds no date and no
+random ids.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import io
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import matplotlib as mpl
@@ -26,7 +27,12 @@ STEPS, MEMORY, DECAY, STRENGTH = 60, 20, 0.9, 0.9
 @contextlib.contextmanager
 def drawing(width: float, height: float) -> Iterator[tuple[Figure, Callable[[], str]]]:
     """A figure to draw in, and a function that returns it as SVG afterwards."""
-    style = {"svg.fonttype": "none", "svg.hashsalt": "memnorm", "font.family": "sans-serif", "font.size": 9}
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "memnorm",
+        "font.family": "sans-serif",
+        "font.size": 9,
+    }
     style |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), GREY)
     style |= {"axes.spines.top": False, "axes.spines.right": False}
     file = io.StringIO()
@@ -36,9 +42,38 @@ def drawing(width: float, height: float) -> Iterator[tuple[Figure, Callable[[], 
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
 
 
+def drawings(bench: Mapping[str, Any]) -> dict[str, str]:
+    """Every figure by file name."""
+    layer = bench["layer"]
+    batches = {str(row["batch_size"]): row for row in layer["batch sizes"]}
+    sizes = {str(row["memory_size"] or "all"): row for row in layer["memory sizes"] if row["memory_size"] != "BN again"}
+    return {
+        "two-way.svg": two_way(),
+        "mbn.svg": mbn(),
+        "cost-batch-size.svg": curve("images in the batch", batches),
+        "cost-memory-size.svg": curve("batches remembered", sizes),
+    }
+
+
+def curve(label: str, rows: dict[str, dict[str, Any]]) -> str:
+    """Ratios to batch norm with their quartiles; batch norm is the line at 1."""
+    with drawing(6, 2.6) as (figure, made):
+        axes = figure.subplots()
+        ratios = [row["ratio"] for row in rows.values()]
+        below = [row["ratio"] - row["low"] for row in rows.values()]
+        above = [row["high"] - row["ratio"] for row in rows.values()]
+        axes.errorbar(list(rows), ratios, yerr=[below, above], color=BLUE, marker="o")
+        axes.axhline(1, color=GREY, linestyle="--", linewidth=1)
+        axes.text(len(rows) - 1, 1.02, "torch's batch norm", ha="right")
+        axes.set_ylim(0)
+        axes.set_xlabel(label)
+        axes.set_ylabel("time relative to batch norm")
+    return made()
+
+
 def two_way() -> str:
     """The images behind the averages of forward and backward: large batch, micro-batch, micro-batch with memory."""
-    columns = (
+    columns: tuple[tuple[str, Any, str], ...] = (
         ("a large batch", [ORANGE] * 8, "all 8 images"),
         ("a micro-batch", [None] * 6 + [ORANGE] * 2, "2 images"),
         ("with two-way memory", [BLUE] * 6 + [ORANGE] * 2, "2 images and the memory"),
@@ -63,7 +98,7 @@ def two_way() -> str:
     return made()
 
 
-def render() -> str:
+def mbn() -> str:
     with drawing(8, 3) as (figure, made):
         weights, means = figure.subplots(1, 2, width_ratios=(2, 3))
         draw_weights(weights)
