@@ -22,10 +22,11 @@ from torch.nn import functional as F
 import memnorm
 from memnorm.errors import MemnormWarning
 from memnorm.lab.errors import DeviceMissing
-from memnorm.reference import ReferenceBatchNorm, ReferenceTwoWayBatchNorm, memorized_moments
+from memnorm.reference import ReferenceBatchNorm, ReferenceTwoWayBatchNorm, algorithm_1, memorized_moments
 
 NORMS = ("mbn", "two_way")
 ALLOWED = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # rounding is 6e-8, 5e-4 and 4e-3
+EXACT = 1e-12  # in float64
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 BATCHES, SHAPE = 12, (4, 8, 6, 5)
 STEPS, ACCUMULATED = 20, 2
@@ -100,6 +101,19 @@ def all_checks() -> list[Check]:
     return [*layers, *compiled, *trained, scaled]
 
 
+def exact_checks() -> list[Check]:
+    """Checks in float64, in which only rounding is left: single layers, and Algorithm 1 on a network."""
+    layers = [
+        Check(f"layer, float64, {BATCHES} batches", norm, EXACT, partial(_layer_error, dtype=torch.float64))
+        for norm in NORMS
+    ]
+    whole = [
+        Check(f"Algorithm 1, {forwards}, {STEPS} steps", "mbn", EXACT, partial(_algorithm_1_error, double=double))
+        for forwards, double in (("single forward", False), ("Double-Forward", True))
+    ]
+    return [*layers, *whole]
+
+
 def _result(check: Check, device: torch.device) -> Result:
     try:
         error = check.measure(check.norm, device)
@@ -123,10 +137,10 @@ def _layer_error(
 ) -> float:
     """A layer against the reference: outputs, gradients and inference, over batches that drift.
 
-    Parameters are float32 and data `dtype`, as under autocast. Two batches make an update.
+    Parameters are float32 and data `dtype`, as under autocast, unless that is float64. Two batches make an update.
     """
     layer, paper = _layer_and_reference(norm)
-    layer.to(device)
+    layer.to(device, torch.promote_types(dtype, torch.float32))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     module: Any = torch.compile(layer, fullgraph=True) if compiled else layer
     random, largest = torch.Generator().manual_seed(0), 0.0
@@ -224,6 +238,27 @@ def _train(norm: str, device: torch.device, dtype: torch.dtype, autocast: torch.
     images = _examples(random)[0].to(device, dtype)
     plain = net if norm == "bn" else memnorm.to_batchnorm(net)
     return [torch.stack(losses), plain.eval()(images)]
+
+
+def _algorithm_1_error(norm: str, device: torch.device, double: bool) -> float:
+    """A training with an MBN layer against the paper's Algorithm 1: losses and final weights."""
+    paper, ours = _network().double(), memnorm.convert(_network().double(), strength=0.1)
+    paper[1], paper[4] = (ReferenceBatchNorm(channels, strength=0.1) for channels in (8, 16))
+    random = torch.Generator().manual_seed(1)
+    batches = [(images.double(), labels) for images, labels in (_examples(random) for _ in range(STEPS))]
+    wanted = algorithm_1(paper, batches, F.cross_entropy, 0.05, double_forward=double)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
+    found = []
+    with memnorm.double_forward(ours, optimizer) if double else contextlib.nullcontext():
+        for images, labels in batches:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(ours(images), labels)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+    pairs = [(torch.stack(found), torch.tensor(wanted, dtype=torch.float64))]
+    pairs += zip(ours.parameters(), paper.parameters(), strict=True)
+    return max(_difference(*pair) for pair in pairs)
 
 
 def _network() -> nn.Sequential:

@@ -83,7 +83,7 @@ def test_a_layer_is_measured_in_training_forward_and_eval(monkeypatch):
 
 
 def test_steps_have_phases_that_make_up_the_step():
-    record = step._network("small", 2, step.ARMS, rounds=2)
+    record = step.network_costs("small", 2, step.ARMS, rounds=2)
     assert [arm["name"] for arm in record["arms"]] == list(step.ARMS)
     for arm in record["arms"]:
         assert set(arm["milliseconds of"]) == {"forward", "backward", "update"}

@@ -151,7 +151,7 @@ def test_comparisons_do_not_depend_on_the_order_of_the_runs(tmp_path):
     found = comparisons_of(tmp_path, *comparison(), BASE.but(augment=False), BASE.but(sampler="sorted"))
     groups = [group for one in found for _, group in one.groups]
     random.Random(0).shuffle(groups)
-    assert comparisons(groups) == list(found)
+    assert comparisons(groups) == found
 
 
 def test_what_is_unusual_about_a_comparison_is_in_its_line(tmp_path):

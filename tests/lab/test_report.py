@@ -24,17 +24,22 @@ def page_of(*roots, **options):
     return collect(roots, title="A title", **options)
 
 
-def table_of(page, name, scale="paper"):
-    views = next(one for one in page.scales if one.scale == scale).tables
-    return next(view for view in views if view.table.name == name)
+def grid_of(page, name):
+    return present.paper_grid(next(view for view in page.tables if view.name == name))
 
 
-def shown_cell(page, cell, scale="paper", name="cifar10"):
+def shown_cell(page, cell, name="cifar10"):
     """What stands in a cell of the shown table: at paper scale printed and ours, else ours."""
-    shown = present.show_table(table_of(page, name, scale))
-    row = dict(shown.rows)[cell.row]
-    at = shown.columns.index(cell.column)
-    return row[2 * at : 2 * at + 2] if scale == "paper" else row[at]
+    shown = grid_of(page, name)
+    row = next(row for row in shown.rows if row[0] == cell.row)
+    found = [one for column, one in zip(shown.header, row, strict=True) if column.startswith(cell.column)]
+    return found[0] if len(found) == 1 else found
+
+
+def run_row(page):
+    """The first run of the page by the names of the columns."""
+    shown = present.runs_grid(page.groups[0])
+    return dict(zip(shown.header, shown.rows[0], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +52,21 @@ def smoke(tmp_path_factory):
 
 def test_after_a_smoke_run_of_everything_every_cell_and_curve_has_a_number(smoke):
     page = page_of(smoke)
-    scale = next(one for one in page.scales if one.scale == "smoke")
+    scale = next(one for one in page.chapters if one.anchor == "smoke")
     assert [view.table.name for view in scale.tables] == list(tables.TABLES)
     assert [view.figure.name for view in scale.figures] == list(tables.FIGURES)
     for view in scale.tables:
         assert [one.cell for one in view.cells] == list(view.table.cells)
         assert all(one.ours is not None for one in view.cells if one.cell.spec is not None)
-    assert all(one.group for view in scale.figures for one in view.curves)
+    assert all(group for view in scale.figures for _, group in view.curves)
 
 
 def test_smoke_numbers_are_never_next_to_the_printed_ones(smoke):
     page = page_of(smoke)
-    assert all(one.group is None for view in page.scales[0].tables for one in view.cells)
-    shown = present.show_table(table_of(page, "cifar10", "smoke"))
-    assert not shown.beside_print
+    assert not any(view.groups for view in page.tables if view.scale == "paper")
+    shown = grid_of(page, "cifar10-smoke")
     assert "numbers mean nothing" in shown.caption
-    assert str(CELL.printed) not in [one.text for _, cells in shown.rows for one in cells]
+    assert not any(one.printed or one.text == str(CELL.printed) for _, *cells in shown.rows for one in cells)
 
 
 def test_every_run_is_accounted_for_once(smoke):
@@ -95,14 +99,14 @@ def test_a_reduced_run_has_a_table_of_its_own(tmp_path):
     fabricate(tmp_path, tables.at_scale(CELL.spec, "reduced"), error=12.34)
     page = page_of(tmp_path)
     assert shown_cell(page, CELL)[1].text == NOT_RUN
-    assert shown_cell(page, CELL, "reduced").plain == "12.34 (n = 1)"
-    assert [one.rules for one in page.scales] == [tables.RULES["paper"], tables.RULES["reduced"]]
+    assert shown_cell(page, CELL, "cifar10-reduced").plain == "12.34 (n = 1)"
+    assert [one.rules for one in page.chapters] == [tables.RULES["reduced"], tables.RULES["paper"]]
 
 
 def test_one_run_fills_every_cell_it_stands_for(tmp_path):
     fabricate(tmp_path, tables.TABLES["cifar10"].cell("MBN", "ResNet-56").spec, error=6.5)
     page = page_of(tmp_path)
-    filled = [view.table.name for view in page.scales[0].tables if view.groups]
+    filled = [view.table.name for view in page.tables if view.groups]
     assert filled == ["cifar10", "small-batch", "strength", "double-forward"]
 
 
@@ -118,7 +122,7 @@ def test_a_quoted_number_gets_no_run_next_to_it(tmp_path):
     printed, ours = shown_cell(page, QUOTED, name="imagenet")
     assert printed.text == "27.31"
     assert "26.66" not in ours.plain
-    apart = present.show_table(table_of(page, "imagenet")).apart
+    apart = grid_of(page, "imagenet").remarks
     assert apart[0].startswith(
         "GoogLeNet, top-1 BN, ours: 26.66 (n = 1). Not comparable with the printed number: the paper quotes"
     )
@@ -129,7 +133,7 @@ def test_a_cell_the_paper_left_empty_is_filled_as_ours(tmp_path):
     fabricate(tmp_path, cell.spec, error=7.1)
     page = page_of(tmp_path)
     printed, ours = shown_cell(page, cell)
-    notes = dict(present.show_table(table_of(page, "cifar10")).notes)
+    notes = dict(grid_of(page, "cifar10").notes)
     assert (printed.text, ours.text, notes[ours.mark]) == ("–", "7.10", "ours: not in the paper")
 
 
@@ -165,7 +169,7 @@ def test_the_headline_is_the_last_evaluation_and_the_best_is_labelled(tmp_path):
     result["best"] = {"test_error": 7.5, "iteration": 50_000}
     (path / "result.json").write_text(json.dumps(result))
     page = page_of(tmp_path)
-    row = dict(zip(present.RUN_HEADER, present.run_row(page.groups[0].runs[0]), strict=True))
+    row = run_row(page)
     assert shown_cell(page, CELL)[1].text == "8.00"
     assert (row["last error"], row["best error"]) == ("8.00", "7.50 at 50,000")
 
@@ -207,7 +211,7 @@ def test_other_strange_fields_are_left_out(tmp_path, strange):
     (path / "result.json").write_text(json.dumps(result))
     page = page_of(tmp_path)
     assert shown_cell(page, CELL)[1].plain == "8.00 (n = 1)"
-    assert "–" in present.run_row(page.groups[0].runs[0])
+    assert run_row(page)["best error"] == "–"
 
 
 def test_a_store_of_damaged_runs_says_what_is_wrong_with_them(tmp_path):
@@ -237,10 +241,10 @@ def test_copies_of_a_run_that_disagree_are_a_problem(tmp_path):
 def test_chapters_with_results_come_first_and_the_smoke_check_after_them(smoke, tmp_path):
     fabricate(tmp_path, tables.at_scale(CELL.spec, "reduced"))
     fabricate(tmp_path, RunSpec(model="small", data="digits"))
-    titles = [chapter.anchor for chapter in present.chapters(page_of(smoke, tmp_path))]
+    titles = [chapter.anchor for chapter in page_of(smoke, tmp_path).chapters]
     assert titles == ["reduced", "others", "smoke", "paper"]
     fabricate(tmp_path, CELL.spec)
-    titles = [chapter.anchor for chapter in present.chapters(page_of(smoke, tmp_path))]
+    titles = [chapter.anchor for chapter in page_of(smoke, tmp_path).chapters]
     assert titles == ["paper", "reduced", "others", "smoke"]
 
 
@@ -288,10 +292,10 @@ def test_thin_is_train_bold_is_test_and_each_arm_has_one_colour(tmp_path, drawn)
 def test_a_panel_without_runs_is_left_out_and_what_is_missing_is_counted(tmp_path, drawn):
     fabricate(tmp_path, BN)
     page = collect([tmp_path], title="A title")
-    view = next(one for one in page.scales[0].figures if one.name == "convergence")
+    view = next(one for one in page.figures if one.name == "convergence")
     assert [panel.title for panel in picture_of(tmp_path, "convergence").panels] == ["ResNet-20"]
     missing = "ResNet-20: MBN, ResNet-56: BN, ResNet-56: MBN, VGG-16: BN, VGG-16: MBN"
-    assert present.absent(view) == f"Not run: {missing}."
+    assert view.absent == f"Not run: {missing}."
 
 
 def test_seeds_are_drawn_as_their_mean_with_a_band(tmp_path, drawn):

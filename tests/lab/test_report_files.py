@@ -255,7 +255,7 @@ def test_texts_that_a_spreadsheet_would_compute_are_defused(made):
 
 
 def test_negative_numbers_stay_numbers_in_csv():
-    text = written(["a", "b", "c"], [{"a": -1.5, "b": "-1.5", "c": "@x"}])
+    text = written([{"a": -1.5, "b": "-1.5", "c": "@x"}])
     assert text == "a,b,c\n-1.5,'-1.5,'@x\n"
 
 

@@ -47,7 +47,7 @@ PHASES = ("forward", "backward", "update")
 def measure(names: tuple[str, ...] = ("resnet20", "resnet56"), scale: float = 1.0) -> dict[str, Any]:
     """Steps of these networks at the paper's batch sizes, as a record."""
     networks = [
-        _network(name, batch_size, ARMS | (CHEAPER if batch_size == 8 else {}), max(5, round(scale * rounds)))
+        network_costs(name, batch_size, ARMS | (CHEAPER if batch_size == 8 else {}), max(5, round(scale * rounds)))
         for name in names
         for batch_size, rounds in ROUNDS.items()
     ]
@@ -55,7 +55,7 @@ def measure(names: tuple[str, ...] = ("resnet20", "resnet56"), scale: float = 1.
     rivals = {"BN": ARMS["BN"], "MBN-1": ARMS["MBN-1"], **{name: {"norm": name} for name in others}}
     return {
         "networks": networks,
-        "rivals": _network("resnet20", 8, rivals, max(5, round(scale * 15))),
+        "rivals": network_costs("resnet20", 8, rivals, max(5, round(scale * 15))),
         "targets": [asdict(target) for network in networks for target in targets(network)],
     }
 
@@ -72,7 +72,8 @@ def targets(network: dict[str, Any]) -> list[Target]:
     ]
 
 
-def _network(name: str, batch_size: int, arms: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
+def network_costs(name: str, batch_size: int, arms: dict[str, dict[str, Any]], rounds: int) -> dict[str, Any]:
+    """Steps of one network with each arm, as ratios to the first arm. The arms take turns in random order."""
     steps = {arm: stepper(name, batch_size, **settings) for arm, settings in arms.items()}
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
     phases: dict[str, list[list[float]]] = {arm: [] for arm in arms}

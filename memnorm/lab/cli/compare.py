@@ -12,12 +12,11 @@ from memnorm.lab import report, tasks
 from memnorm.lab.arms import parse_arm, unsupported
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, filled_spec, names, numbers, parse, parser
-from memnorm.lab.comparison import Comparison
+from memnorm.lab.comparison import RECALIBRATED, Comparison
 from memnorm.lab.console import watching
 from memnorm.lab.errors import FAILED, OK, UsageError
 from memnorm.lab.experiment import Experiment, place, run_experiment
 from memnorm.lab.grid import run_all
-from memnorm.lab.group import RECALIBRATED
 from memnorm.lab.listen import Outcome
 from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec
 from memnorm.lab.store import Store

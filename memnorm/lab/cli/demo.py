@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memnorm.lab import equations, report
+from memnorm.lab import check, report
 from memnorm.lab.arms import parse_arm
-from memnorm.lab.bench.clock import Ratio
+from memnorm.lab.bench import step
 from memnorm.lab.cli.compare import as_dict, error_table
 from memnorm.lab.cli.flags import parse, parser
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.console import stderr, watching
-from memnorm.lab.cost import measure
 from memnorm.lab.environment import cores
 from memnorm.lab.errors import FAILED, OK
 from memnorm.lab.experiment import Experiment, run_experiment
@@ -40,6 +39,7 @@ UPDATE = 16  # images per optimizer step
 SIZES, SEEDS, IMAGES = (1, 2, 4, 16), 5, 3200
 BASE = RunSpec(model="small", data="digits", evaluations=1)
 ARMS = ("bn", "two_way")
+MEASURED, ROUNDS = ("BN", "BN again", "two-way", "MBN-2"), 12  # of the costs
 WIDTH = 50  # characters of the longest bar
 PROTOCOL = (
     "Protocol, the same in every demo: scikit-learn's handwritten digits, a small convolutional network, "
@@ -78,10 +78,10 @@ def main(words: Sequence[str]) -> int:
     found = live(Store(arguments.out / "runs"))
     sections = [show(live_part(found), bars(found))]
     console.print("2/3 the layers against the equations …", markup=False)
-    checks = equations.check()
+    checks = list(check.run("cpu", check.exact_checks()))
     sections.append(show(equations_part(checks)))
     console.print("3/3 what a step costs on this machine …", markup=False)
-    costs = measure()
+    costs = step.network_costs("resnet20", 8, {arm: step.ARMS[arm] for arm in MEASURED}, ROUNDS)["arms"]
     sections += [show(cost_part(costs)), show(Section("Recorded evidence", [RECORDED]))]
     written = report.write(report.collect([], title="memnorm demo", sections=sections, made=[found]), arguments.out)
     print(numbers_of(checks, costs, found) if arguments.json else f"report: {written[0]}")
@@ -136,22 +136,23 @@ def bars(found: Comparison) -> str:
     return table([("micro-batch", "norm", "test error"), *rows])
 
 
-def equations_part(checks: Sequence[equations.Check]) -> Section:
-    largest = max(check.difference for check in checks)
+def equations_part(checks: Sequence[check.Result]) -> Section:
+    largest = max(one.error for one in checks)
     return Section(
         "The layers against the equations",
         [
             "Each layer compared with its equations as a literal program that keeps remembered batches whole "
             f"(memnorm.reference), in float64. Largest difference found: {largest:.1e}."
         ],
-        ("what", "largest difference"),
-        [(one.what, f"{one.difference:.1e}") for one in checks],
+        ("what", "norm", "largest difference"),
+        [(one.what, one.norm, f"{one.error:.1e}") for one in checks],
     )
 
 
-def cost_part(costs: Sequence[Ratio]) -> Section:
+def cost_part(costs: Sequence[dict[str, Any]]) -> Section:
     rows = [
-        (one.name, f"{one.milliseconds:.1f}", f"{one.ratio:.2f}", f"{one.low:.2f} to {one.high:.2f}") for one in costs
+        (one["name"], f"{one['milliseconds']:.1f}", f"{one['ratio']:.2f}", f"{one['low']:.2f} to {one['high']:.2f}")
+        for one in costs
     ]
     return Section(
         "What a training step costs on this machine",
@@ -164,9 +165,9 @@ def cost_part(costs: Sequence[Ratio]) -> Section:
     )
 
 
-def numbers_of(checks: Sequence[equations.Check], costs: Sequence[Ratio], found: Comparison) -> str:
-    plain: dict[str, Any] = {"equations": [vars(one) for one in checks], "costs": [vars(one) for one in costs]}
-    return json.dumps({"live": as_dict(found), **plain}, indent=1)
+def numbers_of(checks: Sequence[check.Result], costs: Sequence[dict[str, Any]], found: Comparison) -> str:
+    equations = [{"what": f"{one.what}, {one.norm}", "difference": one.error} for one in checks]
+    return json.dumps({"live": as_dict(found), "equations": equations, "costs": list(costs)}, indent=1)
 
 
 def as_text(section: Section, *first: str) -> str:

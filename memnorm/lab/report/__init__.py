@@ -1,6 +1,6 @@
 """Reports: one HTML file, Markdown, CSV. Reads stored runs and trains nothing.
 
-    comparison ← collect ← (plot ← figures) ← present ← html, markdown, tables_csv
+    comparison ← collect ← present, (plot ← figures) ← html, markdown; collect ← tables_csv
 
 The same runs give the same bytes: no clock, no random ids, no paths, one order for everything.
 """

@@ -1,4 +1,4 @@
-"""The contents of a report before it is HTML, Markdown or CSV, collected from stored runs.
+"""The contents of a report, collected from stored runs, before they are HTML, Markdown or CSV.
 
 Every run is looked up in the paper's tables by its specification. At paper scale it is shown next to the printed
 number, at other scales in tables of their own. Runs of no table are grouped into comparisons.
@@ -13,16 +13,20 @@ from pathlib import Path
 
 from memnorm.lab import tables
 from memnorm.lab.arms import unsupported
-from memnorm.lab.comparison import Comparison, comparisons, groups_of
+from memnorm.lab.comparison import Comparison, Group, comparisons, final, groups_of, identity, unique
 from memnorm.lab.errors import UsageError
-from memnorm.lab.group import Group, final, identity, unique
 from memnorm.lab.paper import FIGURES, TABLES, Cell, Curve, Figure, Table
 from memnorm.lab.significance import Sample
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store, StoredRun
 
 TITLE = "Memorized Batch Normalization: report of runs"
-NOT_RUN, NOT_APPLICABLE, UNAVAILABLE, APART = "not run", "–", "norm not available", "see below the table"
+NOT_RUN, NOT_APPLICABLE, UNAVAILABLE = "not run", "–", "norm not available"
+SCALE_TITLES = {
+    "paper": "The paper's tables and figures",
+    "reduced": "The paper's experiments, reduced",
+    "smoke": "Smoke check of the paper's experiments",
+}
 
 
 @dataclass(frozen=True)
@@ -53,20 +57,20 @@ class CellView:
 
 @dataclass(frozen=True)
 class TableView:
+    """A table of the paper at one scale, with the runs of its cells."""
+
     table: Table
     scale: str
     cells: tuple[CellView, ...]
 
     @property
     def name(self) -> str:
-        return self.table.name if self.scale == "paper" else f"{self.table.name}-{self.scale}"
+        return _scaled(self.table.name, self.scale)
 
     @property
     def beside_print(self) -> bool:
+        """True if each column is two: paper, ours."""
         return self.scale == "paper"
-
-    def cell(self, row: str, column: str) -> CellView:
-        return next(one for one in self.cells if (one.cell.row, one.cell.column) == (row, column))
 
     @property
     def groups(self) -> list[Group]:
@@ -74,42 +78,54 @@ class TableView:
 
 
 @dataclass(frozen=True)
-class CurveView:
-    curve: Curve
-    group: Group | None
-
-
-@dataclass(frozen=True)
 class FigureView:
+    """A figure of the paper at one scale, with the runs of its curves."""
+
     figure: Figure
     scale: str
-    curves: tuple[CurveView, ...]
+    curves: tuple[tuple[Curve, Group | None], ...]
 
     @property
     def name(self) -> str:
-        return self.figure.name if self.scale == "paper" else f"{self.figure.name}-{self.scale}"
+        return _scaled(self.figure.name, self.scale)
 
     @property
     def groups(self) -> list[Group]:
-        return [one.group for one in self.curves if one.group]
+        return [group for _, group in self.curves if group]
 
-    def panel(self, name: str) -> list[CurveView]:
-        return [one for one in self.curves if one.curve.panel == name and one.group]
+    @property
+    def absent(self) -> str:
+        """The curves without a run."""
+        names = [f"{curve.panel}: {curve.label}" for curve, group in self.curves if not group]
+        if len(names) > 6:
+            return f"Not run: {len(names)} of {len(self.curves)} curves."
+        return f"Not run: {', '.join(names)}." if names else ""
+
+
+def _scaled(name: str, scale: str) -> str:
+    return name if scale == "paper" else f"{name}-{scale}"
 
 
 @dataclass(frozen=True)
-class ScaleView:
-    """The runs of the paper's tables and figures at one scale."""
+class Chapter:
+    """The paper at one scale, or the comparisons of other runs."""
 
-    scale: str
-    rules: str
-    tables: tuple[TableView, ...]
-    figures: tuple[FigureView, ...]
+    anchor: str
+    title: str
+    rules: str = ""
+    tables: tuple[TableView, ...] = ()
+    figures: tuple[FigureView, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
 
     @property
     def groups(self) -> list[Group]:
         views: tuple[TableView | FigureView, ...] = (*self.tables, *self.figures)
         return [group for view in views for group in view.groups]
+
+    @property
+    def empty(self) -> bool:
+        """True if there are printed numbers only."""
+        return not self.groups and not self.comparisons
 
 
 @dataclass(frozen=True)
@@ -130,10 +146,21 @@ class Page:
     title: str
     facts: tuple[tuple[str, str], ...]
     sections: tuple[Section, ...]
-    scales: tuple[ScaleView, ...]
-    comparisons: tuple[Comparison, ...]
+    chapters: tuple[Chapter, ...]
     groups: tuple[Group, ...]
     problems: tuple[str, ...]
+
+    @property
+    def tables(self) -> list[TableView]:
+        return [view for chapter in self.chapters for view in chapter.tables]
+
+    @property
+    def figures(self) -> list[FigureView]:
+        return [view for chapter in self.chapters for view in chapter.figures]
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        return [one for chapter in self.chapters for one in chapter.comparisons]
 
     @property
     def shown_above(self) -> set[str]:
@@ -159,17 +186,19 @@ def collect(
     if not runs and not given:
         raise UsageError(_no_runs(store_roots, problems))
     groups = {group.key: group for group in groups_of(runs)}
-    scales = [_scale(scale, groups, bool(store_roots)) for scale in reversed(tables.SCALES)]
-    claimed = {group.key: group for scale in scales for group in scale.groups}
+    paper, reduced, smoke = (_chapter(scale, groups) for scale in reversed(tables.SCALES))
+    claimed = {group.key: group for scale in (paper, reduced, smoke) for group in scale.groups}
     shown = (*made, *comparisons([group for key, group in groups.items() if key not in claimed]))
-    others = {group.key: group for comparison in shown for _, group in comparison.groups}
+    results = [scale for scale in (paper, reduced) if not scale.empty]
+    others = Chapter("others", "Other runs" if results or smoke.groups else "Runs", comparisons=shown)
+    chapters = [*results, *(one for one in (others, smoke) if not one.empty)]
+    chapters += [paper] if paper.empty and store_roots else []  # the printed numbers
     return Page(
         title=title,
         facts=tuple(_facts([*runs, *(run for group in given for run in group.runs)])),
         sections=tuple(sections),
-        scales=tuple(scale for scale in scales if scale.tables or scale.figures),
-        comparisons=shown,
-        groups=tuple((claimed | others).values()),
+        chapters=tuple(chapters),
+        groups=tuple((claimed | {group.key: group for one in shown for _, group in one.groups}).values()),
         problems=tuple(problems),
     )
 
@@ -207,14 +236,15 @@ def _no_runs(roots: Sequence[Path | str], problems: Sequence[str]) -> str:
     )
 
 
-def _scale(scale: str, groups: Mapping[str, Group], empty_too: bool) -> ScaleView:
-    """The tables and figures that have a run; at paper scale with `empty_too` every table."""
+def _chapter(scale: str, groups: Mapping[str, Group]) -> Chapter:
+    """The tables and figures that have a run; at paper scale every table."""
     found = [_table(table, scale, groups) for table in TABLES.values()]
     figures = [_figure(figure, scale, groups) for figure in FIGURES.values()]
-    return ScaleView(
+    return Chapter(
         scale,
+        SCALE_TITLES[scale],
         tables.RULES[scale],
-        tuple(view for view in found if view.groups or (empty_too and scale == "paper")),
+        tuple(view for view in found if view.groups or scale == "paper"),
         tuple(view for view in figures if view.groups),
     )
 
@@ -238,7 +268,7 @@ def _table(table: Table, scale: str, groups: Mapping[str, Group]) -> TableView:
 
 
 def _figure(figure: Figure, scale: str, groups: Mapping[str, Group]) -> FigureView:
-    curves = (CurveView(one, groups.get(identity(_at_scale(scale)[one.spec.digest]))) for one in figure.curves)
+    curves = ((one, groups.get(identity(_at_scale(scale)[one.spec.digest]))) for one in figure.curves)
     return FigureView(figure, scale, tuple(curves))
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memnorm.lab.comparison import Comparison
-from memnorm.lab.group import RECALIBRATED, Group, measured
+from memnorm.lab.comparison import RECALIBRATED, Comparison, Group, measured
 from memnorm.lab.report.collect import FigureView, Page
 from memnorm.lab.report.plot import Line, Plot, draw
 from memnorm.lab.significance import Sample, number
@@ -43,7 +42,7 @@ class Picture:
 
 def pictures(page: Page) -> dict[str, Picture]:
     """Every figure of a report, by the name of its view."""
-    found = {view.name: _of_the_paper(view) for scale in page.scales for view in scale.figures}
+    found = {view.name: _of_the_paper(view) for view in page.figures}
     shared = colours(sorted({arm for comparison in page.comparisons for arm in comparison.arms}))
     for comparison in page.comparisons:
         paint = {arm: shared[arm] for arm in comparison.arms}
@@ -72,25 +71,22 @@ def _norm(style: str) -> str:
 
 
 def _of_the_paper(view: FigureView) -> Picture:
-    paint = colours([one.curve.style for one in view.curves])
-    single = one_forward([one.curve.spec for one in view.curves])
+    paint = colours([curve.style for curve, _ in view.curves])
+    single = one_forward([curve.spec for curve, _ in view.curves])
     panels = []
     for title in view.figure.panels:
+        curves = [(curve, group) for curve, group in view.curves if curve.panel == title and group]
         lines: list[Line] = []
-        groups = []
-        for one in view.panel(title):
-            assert one.group is not None
-            dashed = one.curve.dashed or one.curve.spec.arm in single
-            for metric in one.curve.metrics:
-                bold = metric.startswith("test") or len(one.curve.metrics) == 1
-                label = one.curve.label if metric == one.curve.metrics[-1] else ""
-                lines += _curve(one.group, metric, paint[one.curve.style], bold, dashed, label)
-            groups.append(one.group)
+        for curve, group in curves:
+            dashed = curve.dashed or curve.spec.arm in single
+            for metric in curve.metrics:
+                bold = metric.startswith("test") or len(curve.metrics) == 1
+                label = curve.label if metric == curve.metrics[-1] else ""
+                lines += _curve(group, metric, paint[curve.style], bold, dashed, label)
         if lines:
-            metrics = sorted({metric for one in view.panel(title) for metric in one.curve.metrics})
-            panels.append(_curves_panel(title, lines, groups, metrics))
-    shown = [one.group for title in view.figure.panels for one in view.panel(title) if one.group]
-    caption = " ".join([view.figure.caption, *([DASH_NOTE] if single else []), *_seed_notes(shown)])
+            metrics = sorted({metric for curve, _ in curves for metric in curve.metrics})
+            panels.append(_curves_panel(title, lines, [group for _, group in curves], metrics))
+    caption = " ".join([view.figure.caption, *([DASH_NOTE] if single else []), *_seed_notes(view.groups)])
     title = view.figure.title if view.scale == "paper" else f"{view.figure.title} ({view.scale} scale)"
     return Picture(view.name, title, caption, tuple(panels))
 

@@ -12,7 +12,6 @@ from memnorm.lab.report import present
 from memnorm.lab.report.collect import Page
 from memnorm.lab.report.figures import Picture
 from memnorm.lab.report.plot import COLOURS, placed
-from memnorm.lab.verdict import TEST_HEADER
 
 
 def render(page: Page, pictures: Mapping[str, Picture]) -> str:
@@ -27,9 +26,7 @@ def render(page: Page, pictures: Mapping[str, Picture]) -> str:
     template = environment.get_template("report.html.j2")
     return template.render(
         page=page,
-        chapters=present.chapters(page),
         present=present,
-        test_header=TEST_HEADER,
         pictures=pictures,
         placed=_placed,
         light=Markup(_variables(0)),

@@ -7,11 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.report import present
-from memnorm.lab.report.collect import Page
+from memnorm.lab.report.collect import Chapter, Page
 from memnorm.lab.report.figures import Picture
-from memnorm.lab.verdict import TEST_HEADER
-
-FIGURES = "figures"
 
 
 def render(page: Page, pictures: Mapping[str, Picture]) -> str:
@@ -19,7 +16,7 @@ def render(page: Page, pictures: Mapping[str, Picture]) -> str:
 
 
 def figure_file(name: str, index: int) -> str:
-    return f"{FIGURES}/{name}-{index}.svg"
+    return f"figures/{name}-{index}.svg"
 
 
 def plain(text: object) -> str:
@@ -32,41 +29,41 @@ def plain(text: object) -> str:
 
 
 def _lines(page: Page, pictures: Mapping[str, Picture]) -> Iterator[str]:
-    yield f"# {plain(page.title)}"
-    yield ""
-    for problem in page.problems:
-        yield f"- Not read: {plain(problem)}"
+    yield f"# {plain(page.title)}\n"
+    yield from (f"- Not read: {plain(problem)}" for problem in page.problems)
     for section in page.sections:
         yield f"\n## {plain(section.title)}\n"
-        yield from _figure(section.figure, pictures, "")
-        for paragraph in section.paragraphs:
-            yield f"{plain(paragraph)}\n"
-        if section.rows:
-            yield from table(section.header, section.rows)
-            yield ""
-    for chapter in present.chapters(page):
+        yield from _figure(section.figure, pictures)
+        yield from (f"{plain(paragraph)}\n" for paragraph in section.paragraphs)
+        yield from _grid(present.section_grid(section)) if section.rows else ()
+    for chapter in page.chapters:
         yield f"\n## {plain(chapter.title)}\n"
         yield from _chapter(chapter, pictures, page.shown_above)
     yield "\n## How each number was obtained\n"
     yield from (f"- {plain(name)}: {plain(value)}" for name, value in page.facts)
-    yield ""
-    yield f"{plain(present.ACCOUNT)}\n"
-    yield from _account(page)
+    yield f"\n{plain(present.ACCOUNT)}\n"
+    for group in page.groups:
+        yield f"### {plain(group.title)}\n"
+        yield f"{plain(present.group_number(group))}. {plain(present.settings(group))}.\n"
+        yield from _grid(present.runs_grid(group))
+        yield from (f"{plain(place)}\n" for place in group.places)
 
 
-def _chapter(chapter: present.Chapter, pictures: Mapping[str, Picture], shown_above: set[str]) -> Iterator[str]:
-    if chapter.scale is not None:
-        if chapter.empty and chapter.scale.scale == "paper":
-            yield f"{plain(present.NOTHING_AT_PAPER_SCALE)}\n"
-        yield f"> {plain(chapter.scale.rules)}\n"
-        for view in chapter.scale.tables:
-            yield from _paper_table(present.show_table(view))
-        for figure in chapter.scale.figures:
-            yield from _figure(figure.name, pictures, present.absent(figure))
+def _chapter(chapter: Chapter, pictures: Mapping[str, Picture], shown_above: set[str]) -> Iterator[str]:
+    if chapter.empty:
+        yield f"{plain(present.NOTHING_AT_PAPER_SCALE)}\n"
+    if chapter.rules:
+        yield f"> {plain(chapter.rules)}\n"
+    for view in chapter.tables:
+        shown = present.paper_grid(view)
+        yield f"### {plain(shown.title)}\n"
+        yield from _grid(shown)
+    for figure in chapter.figures:
+        yield from _figure(figure.name, pictures, figure.absent)
     for comparison in chapter.comparisons:
         yield from _comparison(comparison)
         if comparison.name not in shown_above:
-            yield from _figure(comparison.name, pictures, "", "####")
+            yield from _figure(comparison.name, pictures, level="####")
 
 
 def _comparison(comparison: Comparison) -> Iterator[str]:
@@ -76,36 +73,13 @@ def _comparison(comparison: Comparison) -> Iterator[str]:
         yield f"**{plain(comparison.verdict.headline)}**\n"
         yield from (f"- {plain(line)}" for line in comparison.verdict.details)
         yield ""
-    for run, message in comparison.failures:
-        yield f"- {plain(f'{run} failed: {message}')}"
-    rows = [
-        [one.plain if isinstance(one, present.Shown) else one for one in row]
-        for row in present.comparison_rows(comparison)
-    ]
-    yield from table(present.comparison_header(comparison), rows)
-    yield ""
+    yield from (f"- {plain(f'{run} failed: {message}')}" for run, message in comparison.failures)
+    yield from _grid(present.comparison_grid(comparison))
     if comparison.verdict and comparison.verdict.shown:
-        yield f"{plain(present.TESTS_CAPTION)}\n"
-        yield from table(TEST_HEADER, [one.cells for one in comparison.verdict.shown])
-        yield ""
+        yield from _grid(present.tests_grid(comparison))
 
 
-def _paper_table(shown: present.ShownTable) -> Iterator[str]:
-    yield f"### {plain(shown.title)}\n"
-    yield f"{plain(shown.caption)}\n"
-    pairs = [[f"{column}: paper", f"{column}: ours"] if shown.beside_print else [column] for column in shown.columns]
-    rows = [
-        [row, *(f"{one.plain}{f' [{one.mark}]' if one.mark else ''}" for one in cells)] for row, cells in shown.rows
-    ]
-    yield from table(["", *(name for pair in pairs for name in pair)], rows)
-    yield ""
-    for letter, note in shown.notes:
-        yield f"{plain(f'[{letter}] {note}')}.\n"
-    for line in shown.apart:
-        yield f"{plain(line)}\n"
-
-
-def _figure(name: str, pictures: Mapping[str, Picture], more: str, level: str = "###") -> Iterator[str]:
+def _figure(name: str, pictures: Mapping[str, Picture], more: str = "", level: str = "###") -> Iterator[str]:
     if name in pictures:
         picture = pictures[name]
         yield f"{level} {plain(picture.title)}\n"
@@ -115,20 +89,14 @@ def _figure(name: str, pictures: Mapping[str, Picture], more: str, level: str = 
         yield f"{plain(' '.join([picture.caption, more]))}\n"
 
 
-def _account(page: Page) -> Iterator[str]:
-    for group in page.groups:
-        yield f"### {plain(group.title)}\n"
-        yield f"{plain(present.group_number(group))}. {plain(present.settings(group))}.\n"
-        yield from table(present.RUN_HEADER, present.run_rows(group))
-        yield ""
-        for place in group.places:
-            yield f"{plain(place)}\n"
+def _grid(shown: present.Grid) -> Iterator[str]:
+    def line(cells: Sequence[str | present.Shown]) -> str:
+        return f"| {' | '.join(plain(one if isinstance(one, str) else one.plain) for one in cells)} |"
 
-
-def table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    def line(cells: Sequence[object]) -> str:
-        return f"| {' | '.join(plain(cell) for cell in cells)} |"
-
-    yield line(header)
-    yield f"|{'|'.join(' --- ' if index == 0 else ' ---: ' for index in range(len(header)))}|"
-    yield from map(line, rows)
+    yield from [f"{plain(shown.caption)}\n"] if shown.caption else []
+    yield line(shown.header)
+    yield f"|{'|'.join([' --- ', *[' ---: '] * (len(shown.header) - 1)])}|"
+    yield from map(line, shown.rows)
+    yield ""
+    yield from (f"{plain(f'[{letter}] {note}')}.\n" for letter, note in shown.notes)
+    yield from (f"{plain(remark)}\n" for remark in shown.remarks)

@@ -1,27 +1,41 @@
-"""Contents as texts for HTML and Markdown: cells with footnotes, rows of runs, times and sizes."""
+"""The tables of a report as texts, the same for HTML and Markdown."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memnorm.lab.comparison import Comparison
-from memnorm.lab.group import RECALIBRATED, Group, best, condition, measured, memory_mb, progress, step_ms
-from memnorm.lab.paper import Cell
-from memnorm.lab.report.collect import (
-    APART,
-    NOT_APPLICABLE,
-    CellView,
-    FigureView,
-    Page,
-    ScaleView,
-    TableView,
+from memnorm.lab.comparison import (
+    RECALIBRATED,
+    Comparison,
+    Group,
+    best,
+    condition,
+    measured,
+    memory_mb,
+    progress,
+    step_ms,
 )
+from memnorm.lab.report.collect import NOT_APPLICABLE, CellView, Section, TableView
 from memnorm.lab.significance import Sample, number
 from memnorm.lab.store import StoredRun
+from memnorm.lab.verdict import TEST_HEADER
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+APART = "see below the table"
+NOTHING_AT_PAPER_SCALE = "No run at paper scale is in the store. These are the printed numbers, and what is missing."
 SMOKE_CAPTION = "A check that the cells run: the numbers mean nothing."
 FROM_TEXT = "from the paper's text"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ERRORS_CAPTION = "Error at the last evaluation, mean ± standard deviation; best: mean of each seed's lowest."
+TESTS_CAPTION = (
+    "Significance tests against the norm with the lowest error. Differences are in points of error; p-values are "
+    "Holm-corrected, intervals are not."
+)
+ACCOUNT = (
+    "Every number is the error on the test images at the last evaluation of a run, never the best of several "
+    "evaluations; the best is given as well, with its iteration. Seeds are averaged: mean ± standard deviation "
+    "(n − 1) over n runs. Runs that diverged or are not finished are named, not averaged. Times leave out evaluation."
+)
 
 
 @dataclass(frozen=True)
@@ -29,28 +43,31 @@ class Shown:
     """The texts of a table cell: number, spread, trouble, footnote mark, link to its runs."""
 
     text: str
-    kind: str = "number"  # or missing, none, trouble
+    kind: str = "value"  # or missing, none, trouble: the style in HTML
     spread: str = ""
     trouble: str = ""
     mark: str = ""
     anchor: str = ""
+    printed: bool = False  # a number of the paper
 
     @property
     def plain(self) -> str:
         trouble = f" ({self.trouble})" if self.trouble else ""
-        return f"{self.text}{f' {self.spread}' if self.spread else ''}{trouble}"
+        mark = f" [{self.mark}]" if self.mark else ""
+        return f"{self.text}{f' {self.spread}' if self.spread else ''}{trouble}{mark}"
 
 
 @dataclass(frozen=True)
-class ShownTable:
-    name: str
+class Grid:
+    """A table as HTML and Markdown show it."""
+
     title: str
     caption: str
-    columns: tuple[str, ...]
-    beside_print: bool  # each column is two: paper, ours
-    rows: tuple[tuple[str, tuple[Shown, ...]], ...]
-    notes: tuple[tuple[str, str], ...]
-    apart: tuple[str, ...]
+    header: Sequence[str]
+    rows: Sequence[Sequence[str | Shown]]
+    words: tuple[int, ...] = ()  # columns that hold words, which are aligned to the left
+    notes: tuple[tuple[str, str], ...] = ()  # letter and text
+    remarks: tuple[str, ...] = ()
 
 
 def sampled(sample: Sample | None, group: Group | None, trouble: str, missing: str) -> Shown:
@@ -62,28 +79,27 @@ def sampled(sample: Sample | None, group: Group | None, trouble: str, missing: s
     return Shown(number(sample.mean), spread=f"{spread}(n = {sample.n})", trouble=trouble, anchor=anchor)
 
 
-def show_table(view: TableView) -> ShownTable:
+def section_grid(section: Section) -> Grid:
+    return Grid(section.title, "", section.header, section.rows)
+
+
+def paper_grid(view: TableView) -> Grid:
+    """A table of the paper: at paper scale printed numbers and ours, else ours only."""
     notes: dict[str, str] = {}
-    rows = []
-    for row in view.table.rows:
-        shown: list[Shown] = []
-        for column in view.table.columns:
-            one = view.cell(row, column)
-            mark = _mark(_note(one, view), notes)
-            if view.beside_print:
-                shown += _beside_print(one, mark)
-            else:
-                shown.append(replace(_ours(one), mark=mark))
-        rows.append((row, tuple(shown)))
-    return ShownTable(
-        name=view.name,
+    rows: dict[str, list[str | Shown]] = {row: [row] for row in view.table.rows}
+    for one in view.cells:
+        note = _note(one, view)
+        mark = notes.setdefault(note, LETTERS[len(notes) % len(LETTERS)]) if note else ""
+        rows[one.cell.row] += _beside_print(one, mark) if view.beside_print else [replace(_ours(one), mark=mark)]
+    columns = view.table.columns
+    pairs = [f"{column}: {whose}" for column in columns for whose in ("paper", "ours")]
+    return Grid(
         title=view.table.title + ("" if view.beside_print else f" ({view.scale} scale)"),
         caption=view.table.caption if view.scale != "smoke" else SMOKE_CAPTION,
-        columns=view.table.columns,
-        beside_print=view.beside_print,
-        rows=tuple(rows),
+        header=("", *(pairs if view.beside_print else columns)),
+        rows=tuple(rows.values()),
         notes=tuple((letter, text) for text, letter in notes.items()),
-        apart=tuple(_apart(one) for one in view.cells if view.beside_print and one.apart),
+        remarks=tuple(_apart(one) for one in view.cells if view.beside_print and one.apart),
     )
 
 
@@ -93,15 +109,14 @@ def _ours(one: CellView) -> Shown:
 
 def _beside_print(one: CellView, mark: str) -> list[Shown]:
     """The printed number and ours, the footnote at the one it describes."""
-    printed = Shown("–", "none") if one.cell.printed is None else Shown(number(one.cell.printed))
     ours = Shown(APART, "missing", anchor=one.group.anchor) if one.apart and one.group else _ours(one)
     if one.cell.printed is None:
-        return [printed, replace(ours, mark=mark)]
-    return [replace(printed, mark=mark), ours]
+        return [Shown("–", "none", printed=True), replace(ours, mark=mark)]
+    return [Shown(number(one.cell.printed), mark=mark, printed=True), ours]
 
 
 def _note(one: CellView, view: TableView) -> str:
-    cell: Cell = one.cell
+    cell = one.cell
     if cell.spec is None:
         return cell.note
     if not view.beside_print or (cell.source == "not printed" and one.group is None):
@@ -111,22 +126,40 @@ def _note(one: CellView, view: TableView) -> str:
     return ": ".join([*words, cell.note] if cell.note else words)
 
 
-def _mark(note: str, notes: dict[str, str]) -> str:
-    if not note:
-        return ""
-    return notes.setdefault(note, LETTERS[len(notes) % len(LETTERS)])
-
-
 def _apart(one: CellView) -> str:
     ours = f"{one.cell.row}, {one.cell.column}, ours: {_ours(one).plain}"
     return f"{ours}. Not comparable with the printed number: {one.cell.note}."
 
 
-RUN_HEADER = ("seed", "state", "last error", "best error", "iterations", "time", "ms/step", "peak memory", "started")
+def comparison_grid(comparison: Comparison) -> Grid:
+    """A row per arm and batch size; the best is the mean of each seed's lowest error."""
+    header = ["norm", "batch", "learning rate", "iterations", "error (%)", "best (%)", "ms/step", "peak memory"]
+    header += ["recalibrated (%)"] if comparison.is_recalibrated else []
+    rows: list[list[str | Shown]] = []
+    for label, group in comparison.groups:
+        lowest = [found[0] for run in group.having("finished") if (found := best(run))]
+        row: list[str | Shown] = [label, group.spec.batch, f"{group.spec.base_learning_rate:.4g}"]
+        row += [f"{group.spec.iterations:,}", sampled(group.sample(), group, group.trouble, "no number")]
+        row += ["–" if not lowest else number(Sample(lowest).mean)]
+        row += [milliseconds(group.cost.step_ms), megabytes(group.cost.memory_mb)]
+        row += [sampled(group.sample(RECALIBRATED), group, "", "–")] if comparison.is_recalibrated else []
+        rows.append(row)
+    return Grid(comparison.title, ERRORS_CAPTION, header, rows, words=(4,))
 
 
-def run_row(run: StoredRun) -> tuple[str, ...]:
-    """A row under RUN_HEADER."""
+def tests_grid(comparison: Comparison) -> Grid:
+    shown = comparison.verdict.shown if comparison.verdict else ()
+    title = f"Significance tests: {comparison.title}"
+    return Grid(title, TESTS_CAPTION, TEST_HEADER, [one.cells for one in shown], words=(1, 2))
+
+
+def runs_grid(group: Group) -> Grid:
+    header = ("seed", "state", "last error", "best error", "iterations", "time", "ms/step", "peak memory", "started")
+    seeds = ", ".join(str(run.spec.seed) for run in group.runs)
+    return Grid(f"Runs of {group.title}", f"Seeds {seeds}", header, [_run(run) for run in group.runs], words=(1,))
+
+
+def _run(run: StoredRun) -> tuple[str, ...]:
     line = run.result.get("final") if run.result else run.metrics[-1] if run.metrics else None
     last, lowest = measured(line, "test_error"), best(run)
     seconds = measured(run.result, "seconds") or measured(line, "seconds")
@@ -144,56 +177,14 @@ def run_row(run: StoredRun) -> tuple[str, ...]:
     )
 
 
-def run_rows(group: Group) -> list[tuple[str, ...]]:
-    return [run_row(run) for run in group.runs]
-
-
-TESTS_CAPTION = (
-    "Significance tests against the norm with the lowest error. Differences are in points of error; p-values are "
-    "Holm-corrected, intervals are not."
-)
-COMPARISON_HEADER = ("norm", "batch", "learning rate", "iterations", "error (%)", "best (%)", "ms/step", "peak memory")
-
-
-def comparison_header(comparison: Comparison) -> tuple[str, ...]:
-    return (*COMPARISON_HEADER, *(["recalibrated (%)"] if comparison.is_recalibrated else []))
-
-
-def comparison_rows(comparison: Comparison) -> list[tuple[str | Shown, ...]]:
-    """A row per arm and batch size; the best is the mean of each seed's lowest error."""
-    rows: list[tuple[str | Shown, ...]] = []
-    for label, group in comparison.groups:
-        lowest = [found[0] for run in group.having("finished") if (found := best(run))]
-        cost = group.cost
-        rows.append(
-            (
-                label,
-                group.spec.batch,
-                f"{group.spec.base_learning_rate:.4g}",
-                f"{group.spec.iterations:,}",
-                sampled(group.sample(), group, group.trouble, "no number"),
-                "–" if not lowest else number(Sample(lowest).mean),
-                milliseconds(cost.step_ms),
-                megabytes(cost.memory_mb),
-                *([sampled(group.sample(RECALIBRATED), group, "", "–")] if comparison.is_recalibrated else []),
-            )
-        )
-    return rows
-
-
 def group_number(group: Group) -> str:
     return sampled(group.sample(), group, group.trouble, "no number").plain
 
 
-def seeds(group: Group) -> str:
-    return ", ".join(str(run.spec.seed) for run in group.runs)
-
-
 def settings(group: Group) -> str:
     """Settings that differ from the defaults, in one line."""
-    return (
-        ", ".join(f"{name} {value}" for name, value in group.spec.identity.items() if name != "seed") or "all defaults"
-    )
+    changed = [f"{name} {value}" for name, value in group.spec.identity.items() if name != "seed"]
+    return ", ".join(changed) or "all defaults"
 
 
 def duration(seconds: float | None) -> str:
@@ -210,51 +201,3 @@ def milliseconds(time: float | None) -> str:
 
 def megabytes(size: float | None) -> str:
     return "–" if size is None else f"{size:,.0f} MiB"
-
-
-SCALE_TITLES = {
-    "paper": "The paper's tables and figures",
-    "reduced": "The paper's experiments, reduced",
-    "smoke": "Smoke check of the paper's experiments",
-}
-NOTHING_AT_PAPER_SCALE = "No run at paper scale is in the store. These are the printed numbers, and what is missing."
-ACCOUNT = (
-    "Every number is the error on the test images at the last evaluation of a run, never the best of several "
-    "evaluations; the best is given as well, with its iteration. Seeds are averaged: mean ± standard deviation "
-    "(n − 1) over n runs. Runs that diverged or are not finished are named, not averaged. Times leave out evaluation."
-)
-
-
-@dataclass(frozen=True)
-class Chapter:
-    """The paper at one scale, or the comparisons."""
-
-    anchor: str
-    title: str
-    scale: ScaleView | None = None
-    comparisons: tuple[Comparison, ...] = ()
-
-    @property
-    def empty(self) -> bool:
-        """True if there are printed numbers only."""
-        return self.scale is not None and not self.scale.groups
-
-
-def chapters(page: Page) -> list[Chapter]:
-    """Chapters with results first, then the smoke check, then tables without any run."""
-    scales = {scale.scale: Chapter(scale.scale, SCALE_TITLES[scale.scale], scale) for scale in page.scales}
-    found = [scales[name] for name in ("paper", "reduced") if name in scales and not scales[name].empty]
-    if page.comparisons:
-        found.append(
-            Chapter("others", "Other runs" if found or "smoke" in scales else "Runs", comparisons=page.comparisons)
-        )
-    found += [scales["smoke"]] if "smoke" in scales else []
-    return found + ([scales["paper"]] if "paper" in scales and scales["paper"].empty else [])
-
-
-def absent(view: FigureView) -> str:
-    """The curves of a figure without a run."""
-    names = [f"{one.curve.panel}: {one.curve.label}" for one in view.curves if not one.group]
-    if len(names) > 6:
-        return f"Not run: {len(names)} of {len(view.curves)} curves."
-    return f"Not run: {', '.join(names)}." if names else ""

@@ -12,60 +12,33 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memnorm.lab.comparison import Comparison
-from memnorm.lab.group import RECALIBRATED, best, final, measured, memory_mb, progress, step_ms
+from memnorm.lab.comparison import RECALIBRATED, Comparison, best, final, measured, memory_mb, progress, step_ms
 from memnorm.lab.report.collect import CellView, Page, TableView
 from memnorm.lab.significance import Sample
 from memnorm.lab.store import StoredRun
 from memnorm.lab.verdict import PairTest
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-OURS = ("metric", "mean", "sd", "n", "status", "seeds", "runs")
-TABLE_COLUMNS = ("table", "scale", "row", "column", "printed", "printed_in", *OURS, "note")
-COMPARISON_COLUMNS = (
-    "norm",
-    "batch_size",
-    "learning_rate",
-    "iterations",
-    *OURS[1:5],
-    "recalibrated_mean",
-    "recalibrated_sd",
-    "step_ms",
-    "peak_memory_mb",
-    "seeds",
-    "runs",
-)
 RUN_MEASURES = ("train_loss", "train_error", "test_loss", "test_error", "test_error_top5")
-ENVIRONMENT = (
-    "started",
-    "memnorm",
-    "commit",
-    "torch",
-    "python",
-    "device",
-    "threads",
-    "channels_last",
-    "kernels",
-    "machine",
-)
+SOFTWARE = ("started", "memnorm", "commit", "torch", "python")
+ENVIRONMENT = (*SOFTWARE, "device", "threads", "channels_last", "kernels", "machine")
 
 
 def files(page: Page) -> Iterator[tuple[str, str]]:
     """Names and contents of the files."""
-    for scale in page.scales:
-        for view in scale.tables:
-            yield f"{view.name}.csv", written(TABLE_COLUMNS, [_cell(view, one) for one in view.cells])
+    for view in page.tables:
+        yield f"{view.name}.csv", written([_cell(view, one) for one in view.cells])
     for comparison in page.comparisons:
-        yield f"{comparison.name}.csv", written(COMPARISON_COLUMNS, _comparison(comparison))
+        yield f"{comparison.name}.csv", written(_comparison(comparison))
         if comparison.verdict and comparison.verdict.tests:
-            yield f"{comparison.name}-tests.csv", written(None, [_test(one) for one in comparison.verdict.tests])
+            yield f"{comparison.name}-tests.csv", written([_test(one) for one in comparison.verdict.tests])
     runs = [run for group in page.groups for run in group.runs]
-    yield "runs.csv", written(None, [_run(run) for run in sorted(runs, key=lambda run: run.spec.name)])
+    yield "runs.csv", written([_run(run) for run in sorted(runs, key=lambda run: run.spec.name)])
 
 
-def written(columns: Sequence[str] | None, rows: Sequence[dict[str, Any]]) -> str:
+def written(rows: Sequence[dict[str, Any]]) -> str:
     target = io.StringIO()
-    writer = csv.DictWriter(target, columns or list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(target, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: _safe(value) for name, value in row.items()} for row in rows)
     return target.getvalue()
