@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import memnorm
 from memnorm.errors import MemnormWarning
-from memnorm.lab.errors import DeviceMissing
+from memnorm.lab.errors import DeviceMissing, first_line
 from memnorm.reference import ReferenceBatchNorm, ReferenceTwoWayBatchNorm, algorithm_1, memorized_moments
 
 NORMS = ("mbn", "two_way")
@@ -79,7 +79,7 @@ def require(device: str) -> torch.device:
         place = torch.device(device)
         float(torch.ones((), device=place))
     except (RuntimeError, AssertionError) as error:
-        raise DeviceMissing(f"device {device!r} cannot be used here: {_first_line(error)}") from error
+        raise DeviceMissing(f"device {device!r} cannot be used here: {first_line(error)}") from error
     return place
 
 
@@ -124,7 +124,7 @@ def _result(check: Check, device: torch.device) -> Result:
             check.measure("bn", device)
         except Exception:
             skipped = True
-        words = f"{type(problem).__name__}: {_first_line(problem)}"
+        words = f"{type(problem).__name__}: {first_line(problem)}"
         return Result(check.what, check.norm, math.nan, check.allowed, words, skipped)
 
 
@@ -283,7 +283,3 @@ def _examples(random: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")

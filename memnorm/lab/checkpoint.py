@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from memnorm.lab.disk import replacing
+from memnorm.lab.errors import first_line
 
 KEPT = 2
 PATTERN = re.compile(r"checkpoint-(\d{10})-([0-9a-f]{16})\.pt")
@@ -56,8 +57,7 @@ def readable(folder: Path, complain: Any) -> Iterator[dict[str, Any]]:
             complain(f"{path.name} is not a checkpoint of this program and was not opened; using the one before")
             continue
         except Exception as error:  # torch.load raises anything on damaged input
-            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-            complain(f"{path.name} cannot be read ({reason}); using the one before")
+            complain(f"{path.name} cannot be read ({first_line(error)}); using the one before")
             continue
         yield state
 

@@ -175,7 +175,6 @@ class Comparison:
     about: str
     groups: tuple[tuple[str, Group], ...]  # with the arm's label
     verdict: Verdict | None  # None for fewer than two arms, and for runs that chose a setting
-    recalibrated: bool = False  # draw the errors with recalibrated statistics, where there are any
     failures: tuple[tuple[str, str], ...] = ()  # run and error message
 
     @property

@@ -7,6 +7,11 @@ from memnorm.errors import MemnormError
 OK, FAILED, USAGE, DATA_MISSING, INTERRUPTED = 0, 1, 2, 3, 130
 
 
+def first_line(error: BaseException) -> str:
+    """The beginning of an error's text, for messages of one line."""
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
 class LabError(MemnormError):
     """A run, a file or the machine failed."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import pickle
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memnorm.lab.errors import UsageError
+from memnorm.lab.errors import UsageError, first_line
 from memnorm.lab.spec import RunSpec
 
 MOST_NAMES = 5
@@ -54,7 +55,7 @@ def load(model: nn.Module, spec: RunSpec, classes: int) -> str:
     try:
         model.load_state_dict({name: own[name] if name in head else value for name, value in given.items()})
     except Exception as error:  # for example sparse tensors
-        raise UsageError(f"the pretrained weights {path} cannot be copied: {_first_line(error)}") from error
+        raise UsageError(f"the pretrained weights {path} cannot be copied: {first_line(error)}") from error
     if not head:
         return ""
     return (
@@ -83,7 +84,7 @@ def _state(path: str, expected: str | None) -> dict[str, Tensor]:
             "torch.save(model.state_dict(), path)"
         ) from error
     except Exception as error:  # torch.load raises anything on damaged input
-        raise UsageError(f"{path} cannot be read as pretrained weights: {_first_line(error)}") from error
+        raise UsageError(f"{path} cannot be read as pretrained weights: {first_line(error)}") from error
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
     ):
@@ -95,15 +96,9 @@ def _state(path: str, expected: str | None) -> dict[str, Tensor]:
 
 
 def _bytes(path: str) -> bytes:
+    if not os.path.isfile(path):
+        raise UsageError(f"there is no file of pretrained weights {path}")
     try:
-        if not Path(path).is_file():
-            raise UsageError(f"there is no file of pretrained weights {path}")
         return Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
+    except OSError as error:
         raise UsageError(f"the pretrained weights {path} cannot be read: {error}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import memnorm
+from memnorm.lab import check, models, pretrained, tasks
 from memnorm.lab import data as data_sets
-from memnorm.lab import models, pretrained, tasks
 from memnorm.lab.data import EVALUATION_BATCH, Data, Source, sweep
 from memnorm.lab.data.source import mix
-from memnorm.lab.errors import DeviceMissing, UsageError
+from memnorm.lab.errors import UsageError
 from memnorm.lab.processes import ProcessGroup
 from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec
 from memnorm.milestones import in_steps
@@ -278,11 +278,7 @@ def split_order(data: Data) -> Tensor:
 def choose_device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=wanted)
-    except (RuntimeError, AssertionError) as error:
-        raise DeviceMissing(f"device {wanted!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return wanted
+    return str(check.require(wanted))
 
 
 def set_threads(execution: Execution) -> int:

@@ -88,12 +88,10 @@ class Verdict:
     shown: tuple[PairTest, ...] = ()  # the tests against the arm with the lowest error in each scope
 
 
-def verdict(
-    results: Results, costs: Mapping[str, Mapping[int, Cost]] | None = None, *, baseline: str | None = None
-) -> Verdict:
+def verdict(results: Results, costs: Mapping[str, Mapping[int, Cost]] | None = None) -> Verdict:
     """Test all pairs of arms. An error of None (or not finite) stands for a run that diverged.
 
-    `costs` by arm and batch size are given relative to `baseline`: BN where it takes part, else the first arm.
+    `costs` by arm and batch size are given relative to BN's where it takes part, else to those of the first arm.
     """
     arms = [arm for arm, by_size in results.items() if any(by_size.values())]
     sizes = tuple(sorted({size for arm in arms for size, seeds in results[arm].items() if seeds}))
@@ -102,7 +100,7 @@ def verdict(
     notes = (*_divergences(results, arms), *_missing(results, arms, sizes))
     if len(arms) == 1:
         return Verdict("One norm only: nothing to compare it with.", notes)
-    prices = _prices(costs or {}, arms, baseline)
+    prices = _prices(costs or {}, arms)
     if len(sizes) == 1:
         scope = Scope(results, arms, sizes, pair_tests(results, arms, [sizes]))
         return _verdict(scope, {}, (*prices, *notes))
@@ -119,9 +117,9 @@ def pair_tests(results: Results, arms: Sequence[str], scopes: Iterable[Sequence[
     for sizes, (a, b) in itertools.product(scopes, itertools.combinations(arms, 2)):
         common = [size for size in sizes if _complete(results, a, size, sizes) and _complete(results, b, size, sizes)]
         first, second = (_averages(results, arm, common) for arm in (a, b))
-        one, other = difference(first, second), difference(second, first)
-        if one is not None and other is not None:
-            low, high, lower = (a, b, one) if one.mean <= 0 else (b, a, other)
+        one = difference(first, second)
+        if one is not None:
+            low, high, lower = (a, b, one) if one.mean <= 0 else (b, a, one.mirrored)
             found.append(PairTest(low, high, tuple(common), lower, lower.p))
     known = [index for index, one in enumerate(found) if one.p is not None]
     for index, p in zip(known, holm([found[index].p or 0.0 for index in known]), strict=True):
@@ -225,12 +223,12 @@ def _verdict(overall: Scope, each: dict[int, Scope], notes: Sequence[str]) -> Ve
     )
 
 
-def _prices(costs: Mapping[str, Mapping[int, Cost]], arms: Sequence[str], baseline: str | None) -> list[str]:
-    """Time and memory of each arm, relative to the baseline's."""
-    measured = [arm for arm in (baseline, "BN", *arms) if arm in costs and arm in arms]
+def _prices(costs: Mapping[str, Mapping[int, Cost]], arms: Sequence[str]) -> list[str]:
+    """Time and memory of each arm, relative to BN's or the first arm's."""
+    measured = [arm for arm in ("BN", *arms) if arm in costs and arm in arms]
     if not measured:
         return []
-    base, lines = str(measured[0]), []
+    base, lines = measured[0], []
     for arm in arms:
         kinds = (("time per step", "step_ms"), ("memory", "memory_mb"))
         ratios = {kind: cost_ratio(costs, arm, base, field) for kind, field in kinds} if arm != base else {}

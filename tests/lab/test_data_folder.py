@@ -171,11 +171,9 @@ def test_a_broken_image_is_named_with_the_remedy(root, kind, workers):
 def test_verify_decodes_every_image_and_names_each_broken_one(root):
     (root / "train" / "cat" / "bad.jpg").write_bytes(BROKEN["truncated"])
     (root / "val" / "bird" / "worse.png").write_bytes(b"")
-    seen = []
-    first, second = data.verify(str(root), progress=lambda *what: seen.append(what))
+    first, second = data.verify(str(root))
     assert "cat/bad.jpg" in first
     assert "bird/worse.png" in second
-    assert seen[-1] == (str(root), 14, 14)
     without(root / "val")
     assert "neither val/ nor test/" in data.verify(str(root))[0]
 

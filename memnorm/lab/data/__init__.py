@@ -65,16 +65,16 @@ def get(name: str, root: Path | str | None = None, progress: Progress | None = N
         files.get(entry.downloads, root, lock=entry.name, progress=progress)
 
 
-def verify(name: str, root: Path | str | None = None, progress: Progress | None = None) -> list[str]:
+def verify(name: str, root: Path | str | None = None) -> list[str]:
     """Problems with a data set's files: wrong checksums, or images that cannot be decoded."""
     from memnorm.lab.data.folder import problems
 
     entry, root = DATA_SETS.get(name), _root(root)
     if entry is None:
-        return problems(_folder_path(name), progress)
+        return problems(_folder_path(name))
     if not entry.folder:
         return [problem for file in entry.files if (problem := file.problem(root))]
-    return problems(root / entry.folder, progress) if entry.present(root) else [str(entry.missing(root))]
+    return problems(root / entry.folder) if entry.present(root) else [str(entry.missing(root))]
 
 
 def _root(root: Path | str | None) -> Path:

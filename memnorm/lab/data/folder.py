@@ -146,7 +146,7 @@ def splits(path: Path) -> tuple[str, str]:
     raise DataMissing(f"{path} has neither val/ nor test/. {shape}")
 
 
-def problems(path: Path, progress: Callable[[str, int, int | None], None] | None = None) -> list[str]:
+def problems(path: Path) -> list[str]:
     """Problems of an image folder. Decodes every file."""
     try:
         data = folder(path)
@@ -154,12 +154,7 @@ def problems(path: Path, progress: Callable[[str, int, int | None], None] | None
         return [str(error)]
     sources = [source for source in (data.train, data.test) if isinstance(source, FolderSource)]
     paths = [file for source in sources for file in source.paths]
-    found = []
-    for count, problem in enumerate(_in_workers(_Checker(paths), range(len(paths)), os.cpu_count() or 1), start=1):
-        found += [problem] if problem else []
-        if progress is not None:
-            progress(str(path), count, len(paths))
-    return found
+    return [problem for problem in _in_workers(_Checker(paths), range(len(paths)), os.cpu_count() or 1) if problem]
 
 
 def _scan(path: Path) -> tuple[list[str], list[list[str]]]:

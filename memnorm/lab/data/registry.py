@@ -1,4 +1,4 @@
-"""The built-in data sets: what they hold, whose they are, which files they need."""
+"""The built-in data sets: what they hold and which files they need. docs/lab.md has their authors and licences."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ class DataSet:
     name: str
     title: str
     about: str
-    citation: str
-    licence: str = ""
     options: dict[str, int] = field(default_factory=dict)
     downloads: tuple[Download, ...] = ()
     folder: str = ""
@@ -59,7 +57,6 @@ class DataSet:
 
 
 _CIFAR_ABOUT = "50,000 training and 10,000 test images, 32×32 colour, {} classes; crop from 4 pixels of padding, mirror"
-_CIFAR_PAPER = "A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, technical report, 2009"
 
 _FASHION_MNIST = (  # size and MD5 of the file, and of its content
     ("train-images-idx3", 26421880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 47040016, "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
@@ -75,15 +72,11 @@ DATA_SETS = {
             name="digits",
             title="Handwritten digits",
             about="1,297 training and 500 test images, 8×8 grey, 10 classes; no augmentation; comes with scikit-learn",
-            citation="E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998",
-            licence="CC BY 4.0",
         ),
         DataSet(
             name="cifar10",
             title="CIFAR-10",
             about=_CIFAR_ABOUT.format(10),
-            citation=_CIFAR_PAPER,
-            licence="none stated by its authors",
             downloads=(
                 Download(
                     "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
@@ -105,8 +98,6 @@ DATA_SETS = {
             name="cifar100",
             title="CIFAR-100",
             about=_CIFAR_ABOUT.format(100),
-            citation=_CIFAR_PAPER,
-            licence="none stated by its authors",
             downloads=(
                 Download(
                     "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
@@ -124,8 +115,6 @@ DATA_SETS = {
             name="fashion-mnist",
             title="Fashion-MNIST",
             about="60,000 training and 10,000 test images, 28×28 grey, 10 classes; crop from 4 pixels of black, mirror",
-            citation="H. Xiao, K. Rasul, R. Vollgraf, Fashion-MNIST, arXiv:1708.07747, 2017",
-            licence="MIT",
             by_hand="\nor, with Debian's dataset-fashion-mnist, link it there to /usr/share/datasets/fashion-mnist.",
             downloads=tuple(
                 Download(
@@ -142,8 +131,6 @@ DATA_SETS = {
             name="imagenet",
             title="ImageNet (ILSVRC 2012)",
             about="1.28 million training and 50,000 validation images, 1,000 classes; random resized crop, mirror",
-            citation="O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, IJCV 115, 2015",
-            licence="for non-commercial research; by agreement with its authors",
             options={"image_size": 224},
             folder="imagenet",
             by_hand=(
@@ -156,7 +143,6 @@ DATA_SETS = {
             name="synthetic",
             title="Synthetic images",
             about="noisy patterns, one per class, made on the spot; size and number by options; crop and mirror",
-            citation="",
             options={"classes": 10, "channels": 3, "image_size": 32, "train": 512, "test": 256},
         ),
     )

@@ -24,7 +24,7 @@ from memnorm.lab.models import cifar, imagenet, own
 from memnorm.lab.models.parts import NormLayer, Shape
 from memnorm.text import suggestion
 
-DENSE = {"fcn": "memnorm.lab.models.dense:fcn"}  # networks with an answer per pixel
+DENSE = {"fcn": "memnorm.lab.models.cifar:fcn"}  # networks with an answer per pixel
 SMALL_IMAGE = 64  # largest image of vgg16_cifar
 
 

@@ -1,6 +1,6 @@
 """Networks for small images: 32×32 as they were published, and from the digits' 8×8 up to 64×64.
 
-Each ends in a global average, so the image size changes no parameter.
+Each ends in a global average, so the image size changes no parameter; `fcn`, for segmentation, answers per pixel.
 """
 
 from __future__ import annotations
@@ -116,3 +116,28 @@ def small(classes: int, image_shape: Shape, norm_layer: NormLayer, *, width: int
             nn.ReLU(inplace=True),
         ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, classes))
+
+
+def fcn(num_classes: int, in_channels: int, norm_layer: NormLayer = nn.BatchNorm2d, width: int = 16) -> nn.Sequential:
+    """Six convolutions, fully convolutional: two halvings of the image, two doublings, and a classifier per pixel. The
+    sides of the image must be multiples of 4.
+    """
+    width = check_width(width)
+
+    def block(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
+        return [
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            norm_layer(outputs),
+            nn.ReLU(inplace=True),
+        ]
+
+    return nn.Sequential(
+        *block(in_channels, width),
+        *block(width, 2 * width, 2),
+        *block(2 * width, 4 * width, 2),
+        nn.Upsample(scale_factor=2),
+        *block(4 * width, 2 * width),
+        nn.Upsample(scale_factor=2),
+        *block(2 * width, width),
+        nn.Conv2d(width, num_classes, 1),
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memnorm.lab.comparison import RECALIBRATED, Comparison, Group, measured
+from memnorm.lab.comparison import Comparison, Group, measured
 from memnorm.lab.report.collect import FigureView, Page
 from memnorm.lab.report.plot import Line, Plot, draw
 from memnorm.lab.significance import Sample, number
@@ -207,7 +207,7 @@ def _against_batch_size(
     ends = []
     for arm in comparison.arms:
         groups = [group for label, group in comparison.groups if label == arm]
-        samples = [(float(sizes.index(one.spec.batch_size)), _sample(one, comparison.recalibrated)) for one in groups]
+        samples = [(float(sizes.index(one.spec.batch_size)), one.sample()) for one in groups]
         own = _arm_lines(arm, samples, paint[arm], groups[0].spec.arm in single)
         lines += own
         if own:
@@ -223,7 +223,6 @@ def _against_batch_size(
     ]
     ticks = [(float(index), str(size)) for index, size in enumerate(sizes)]
     what = "held-out error (%)" if comparison.groups[0][1].spec.holdout else "test error (%)"
-    what = what.replace(" (%)", ", recalibrated (%)") if comparison.recalibrated else what
     size = "micro-batch size" if any(group.spec.accumulate > 1 for _, group in comparison.groups) else "batch size"
     svg = draw(Plot(lines, size, what, limits, ticks=ticks))
     panel = Panel("", svg, f"{what} against {size}. {'; '.join(ends)}.")
@@ -234,11 +233,6 @@ def _against_batch_size(
         for label, group in failed
     ]
     return Picture(comparison.name, f"Error against {size}", " ".join(caption), (panel,))
-
-
-def _sample(group: Group, recalibrated: bool) -> Sample | None:
-    """The errors of a group, recalibrated if wanted and measured."""
-    return group.sample(RECALIBRATED if recalibrated and group.spec.recalibrate else "test_error")
 
 
 def _arm_lines(arm: str, samples: Sequence[tuple[float, Sample | None]], colour: str, dashed: bool) -> list[Line]:
