@@ -24,7 +24,7 @@ from memnorm import norms
 from memnorm.kernels import cpu
 from memnorm.lab import checkpoint
 from memnorm.lab.arms import parse_arm
-from memnorm.lab.cli import COMMANDS, main
+from memnorm.lab.cli import COMMANDS
 from memnorm.lab.cli import demo as demo_command
 from memnorm.lab.console import LogLines, title
 from memnorm.lab.listen import Outcome
@@ -34,6 +34,7 @@ from memnorm.lab.training import Training
 
 QUICK = ["--data", "digits", "--model", "small", "--batch-size", "4", "--iterations", "6", "--evaluations", "2"]
 QUICK += ["--test-images", "50", "--threads", "1"]
+COMPARE = ["compare", "--batch-sizes", "2,4", "--epochs", "0.02", "--test-images", "50", "--threads", "1"]
 
 
 def test_help_without_a_command_names_every_command_and_begins_with_examples(call):
@@ -47,20 +48,6 @@ def test_an_unknown_command_is_wrong_usage_and_the_message_lists_the_commands(ca
     code, out, err = call("tran")
     assert (code, out) == (2, "")
     assert "train" in err
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_shows_examples_before_options(call, command):
-    code, out, _ = call(command, "--help")
-    assert code == 0
-    assert f"memnorm {command}" in out
-    assert out.index("examples:") < out.index("options:")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_no_types_and_calls_nothing_required(call, command):
-    _, out, _ = call(command, "--help")
-    assert not re.search(r"<class|Posix|type:|required|None|null|Literal|tuple", out)
 
 
 def test_help_shows_a_default_as_one_would_write_it(call):
@@ -102,9 +89,12 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_flags_of_a_command_are_these(call, command):
+def test_help_of_a_command_shows_examples_first_and_these_flags(call, command):
     """A flag is a promise: this list changes on purpose only."""
-    _, out, _ = call(command, "--help")
+    code, out, _ = call(command, "--help")
+    assert code == 0
+    assert out.index("examples:") < out.index("options:")
+    assert not re.search(r"<class|Posix|type:|required|None|null|Literal|tuple", out)
     found = set(re.findall(r"^  (?:-\w, )?--([\w-]+)", out, re.MULTILINE)) - {"help"}
     assert sorted(found) == sorted(FLAGS[command].split())
 
@@ -166,9 +156,8 @@ def test_underscores_in_flags_are_as_good_as_dashes(call):
     assert result_of(call("train", *words, "--json")) == result_of(call("train", *QUICK, "--json"))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+WRONG = {
+    "train": [
         (["--batch-size", "x"], "Expected a whole number. Got value: x"),
         (["--batch-size", "0"], "batch_size must be at least 1; got 0"),
         (["--batchsize", "4"], "--batchsize"),
@@ -186,30 +175,69 @@ def test_underscores_in_flags_are_as_good_as_dashes(call):
         (["--sampler", "sort"], "sampler"),
         (["--runs", __file__], "is a file; runs are kept in a folder"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+    "compare": [
+        (["--norms", "bn,foo"], "there is no norm 'foo'"),
+        (["--jobs", "-1"], "--jobs must not be negative"),
+        (["--norms", ""], "--norms needs at least one"),
+        (["--norms", "group-2"], "Double-Forward needs"),
+        (["--norms", "two_way:decoy=1"], "unknown option decoy for norm 'two_way'; its options are decay, strength"),
+        (["--norms", "bn:decay=1"], "unknown option decay; it has no options"),
+        (["--norms", "two_way:decay=2"], "decay must lie in (0, 1]; got 2"),
+        (["--norms", "two_way:decay"], "options are written as two_way:decay=0.75:warmup=20; got 'decay'"),
+        (["--norms", "two_way:decay=1:decay=1"], "the option decay is given twice"),
+        (["--norms", "two_way:decay={"], "the value of decay must be a number, a text, true, false or null"),
+        (["--norms", "two_way:decay=nan"], "norm_options must be a mapping of names to plain values"),
+        (["--norms", "mbn:strength=2"], "strength must lie in [0, 1]; got [2.0]"),
+        (["--norms", "mbn:strength=high"], "strength must be a list of numbers"),
+        (["--batch-sizes", "2,x"], "--batch-sizes needs positive numbers"),
+        (["--batch-sizes", "0"], "--batch-sizes needs positive numbers"),
+        (["--seeds", "0"], "--seeds needs at least one"),
+        (["--tune", "--rates", "fast"], "--rates needs positive numbers"),
+    ],
+    "reproduce": [
+        (["table9"], "no table or figure 'table9'"),
+        (["memory-size", "--only", "11/*"], "matches nothing"),
+        (["memory-size", "--scale", "huge"], "scale"),
+        (["memory-size", "--seeds", "0"], "--seeds"),
+        (["cifar10", "--only", "NormProp/ResNet-*", "--scale", "smoke"], "none of these cells can be run"),
+        ([], "NAME"),
+    ],
+    "data": [(["get"], "name a data set"), (["get", "cifar-10"], "Did you mean"), (["fetch"], "fetch")],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [pytest.param(name, *one, id=f"{name} {' '.join(one[0])}") for name, rows in WRONG.items() for one in rows],
 )
-def test_wrong_usage_of_train_exits_with_2_and_says_what_is_wrong(call, words, message):
-    code, out, err = call("train", *QUICK, *words)
+def test_wrong_usage_exits_with_2_says_what_is_wrong_and_runs_nothing(call, tmp_path, command, words, message):
+    code, out, err = call(command, *{"train": QUICK, "compare": COMPARE[1:]}.get(command, []), *words)
     assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
+    assert not list(tmp_path.glob("runs/*/spec.yaml"))
 
 
-def test_missing_data_exit_with_3_and_the_command_that_gets_them(call, tmp_path):
-    code, out, err = call("train", "--data", "cifar10", "--iterations", "1")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--data", "cifar10", "--iterations", "1"], "memnorm data get cifar10 --data-root {data}"),
+        (["reproduce", "memory-size", "--scale", "reduced"], "memnorm data get cifar10 --data-root {data}"),
+        (["data", "get", "imagenet"], "image-net.org"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_missing_data_exit_with_3_and_the_way_to_get_them(call, tmp_path, words, message):
+    code, out, err = call(*words)
     assert (code, out) == (3, "")
-    assert f"memnorm data get cifar10 --data-root {tmp_path / 'data'}" in err
+    assert message.format(data=tmp_path / "data") in err
 
 
-def test_a_diverged_run_is_recorded_and_exits_with_1(call):
-    code, out, _ = call("train", *QUICK, "--learning-rate", "1e30", "--iterations", "20")
-    assert code == 1
-    assert "diverged" in out
-
-
-@pytest.mark.parametrize("flag", ["--learning-rate", "--weight-decay"])
-def test_the_largest_rates_diverge_without_a_traceback(call, flag):
-    code, out, _ = call("train", *QUICK, flag, "3.4e38")
+@pytest.mark.parametrize(
+    "rate", [("--learning-rate", "1e30"), ("--learning-rate", "3.4e38"), ("--weight-decay", "3.4e38")]
+)
+def test_a_diverged_run_is_recorded_and_exits_with_1(call, rate):
+    code, out, _ = call("train", *QUICK, *rate)
     assert code == 1
     assert "diverged" in out
 
@@ -307,22 +335,6 @@ def test_data_list_says_what_is_here(call, tmp_path):
     rows = {row["name"]: row for row in json.loads(call("data", "list", "--json")[1])["data"]}
     assert rows["digits"]["here"]
     assert not rows["cifar10"]["here"]
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["data", "get"], 2, "name a data set"),
-        (["data", "get", "cifar-10"], 2, "Did you mean"),
-        (["data", "get", "imagenet"], 3, "image-net.org"),
-        (["data", "fetch"], 2, "fetch"),
-    ],
-    ids=str,
-)
-def test_wrong_usage_of_data(call, words, code, message):
-    answer = call(*words)
-    assert answer[0] == code
-    assert message in answer[2]
 
 
 def test_verify_of_missing_data_exits_with_1_and_names_the_files(call):
@@ -449,9 +461,6 @@ def test_an_interrupted_command_exits_with_130_after_saving_and_resumes_later(tm
     again.communicate()
 
 
-COMPARE = ["compare", "--batch-sizes", "2,4", "--epochs", "0.02", "--test-images", "50", "--threads", "1"]
-
-
 def test_compare_prints_a_table_and_a_verdict_and_writes_a_report(call, tmp_path):
     code, out, _ = call(*COMPARE, "--norms", "bn,mbn", "--seeds", "2")
     assert code == 0
@@ -486,35 +495,6 @@ def test_tuning_looks_at_held_out_training_images_only(call, tmp_path):
     assert {spec["train_images"] for spec in specs} == {1297 - 129}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--norms", "bn,foo"], "there is no norm 'foo'"),
-        (["--jobs", "-1"], "--jobs must not be negative"),
-        (["--norms", ""], "--norms needs at least one"),
-        (["--norms", "group-2"], "Double-Forward needs"),
-        (["--norms", "two_way:decoy=1"], "unknown option decoy for norm 'two_way'; its options are decay, strength"),
-        (["--norms", "bn:decay=1"], "unknown option decay; it has no options"),
-        (["--norms", "two_way:decay=2"], "decay must lie in (0, 1]; got 2"),
-        (["--norms", "two_way:decay"], "options are written as two_way:decay=0.75:warmup=20; got 'decay'"),
-        (["--norms", "two_way:decay=1:decay=1"], "the option decay is given twice"),
-        (["--norms", "two_way:decay={"], "the value of decay must be a number, a text, true, false or null"),
-        (["--norms", "two_way:decay=nan"], "norm_options must be a mapping of names to plain values"),
-        (["--norms", "mbn:strength=2"], "strength must lie in [0, 1]; got [2.0]"),
-        (["--norms", "mbn:strength=high"], "strength must be a list of numbers"),
-        (["--batch-sizes", "2,x"], "--batch-sizes needs positive numbers"),
-        (["--batch-sizes", "0"], "--batch-sizes needs positive numbers"),
-        (["--seeds", "0"], "--seeds needs at least one"),
-        (["--tune", "--rates", "fast"], "--rates needs positive numbers"),
-    ],
-    ids=str,
-)
-def test_wrong_usage_of_compare_exits_with_2(call, words, message):
-    code, _, err = call(*COMPARE, *words)
-    assert code == 2
-    assert message in err
-
-
 def test_compare_takes_options_per_norm_and_shows_them(call, tmp_path):
     words = ["--norms", "bn,two_way:decay=0.75,two_way:decay=9e-1:warmup=3:center=null", "--seeds", "1"]
     code, out, err = call(*COMPARE, *words)
@@ -524,11 +504,6 @@ def test_compare_takes_options_per_norm_and_shows_them(call, tmp_path):
     specs = [yaml.safe_load(path.read_text()) for path in tmp_path.glob("runs/*-b2-*/spec.yaml")]
     found = sorted((spec["norm_options"] for spec in specs), key=len)
     assert found == [{}, {"decay": 0.75}, {"decay": 0.9, "warmup": 3, "center": None}]
-
-
-def test_a_wrong_option_is_reported_before_anything_runs(call, tmp_path):
-    assert call(*COMPARE, "--norms", "bn,two_way:decoy=1")[0] == 2
-    assert not (tmp_path / "runs").exists()
 
 
 def test_the_strength_of_a_comparison_is_that_of_the_arms_that_have_one(call, tmp_path):
@@ -661,37 +636,9 @@ def test_smoke_numbers_are_never_next_to_printed_ones(call):
     assert "7.87" not in out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["reproduce", "table9"], "no table or figure 'table9'"),
-        (["reproduce", "memory-size", "--only", "11/*"], "matches nothing"),
-        (["reproduce", "memory-size", "--scale", "huge"], "scale"),
-        (["reproduce", "memory-size", "--seeds", "0"], "--seeds"),
-        (["reproduce", "cifar10", "--only", "NormProp/ResNet-*", "--scale", "smoke"], "none of these cells can be run"),
-        (["reproduce"], "NAME"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_wrong_usage_of_reproduce_exits_with_2(call, words, message):
-    code, _, err = call(*words)
-    assert code == 2
-    assert message in err
-
-
-def test_reproduce_on_real_data_that_are_missing_exits_with_3(call):
-    code, _, err = call("reproduce", "memory-size", "--scale", "reduced")
-    assert code == 3
-    assert "memnorm data get cifar10" in err
-
-
-def test_every_registered_norm_runs_in_a_comparison(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_every_registered_norm_runs_in_a_comparison(call, tmp_path):
     words = ["compare", "--norms", ",".join(norms.available()), "--batch-sizes", "2", "--epochs", "0.01", "--json"]
-    code = main([*words, "--seeds", "1", "--test-images", "20", "--threads", "1"])
-    captured = capsys.readouterr()
-    assert code == 0, captured.err
-    rows = json.loads(captured.out)["rows"]
+    rows = result_of(call(*words, "--seeds", "1", "--test-images", "20", "--threads", "1"))["rows"]
     assert {row["norm"].removesuffix("-2").lower().replace("-", "_") for row in rows} == set(norms.available())
     for row in rows:
         assert (row["n"], row["failed"], row["diverged"]) == (1, 0, 0), row
@@ -702,22 +649,19 @@ def test_every_registered_norm_runs_in_a_comparison(tmp_path, monkeypatch, capsy
 PLAIN_TITLE = "MBN-2 helpers.lab:net synthetic batch 8 seed 0"
 
 
-def test_a_run_is_called_by_its_norm_network_data_batch_and_seed():
-    assert title(tiny(norm="mbn", scheme="double", learning_rate=0.1)) == PLAIN_TITLE
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"strength": (0.5,)}, "strength=[0.5]"),
-        ({"norm_options": {"decay": 0.5}}, "decay=0.5"),
-        ({"every": 4}, "every=4"),
-        ({"learning_rate": 0.03, "holdout": 4}, "learning_rate=0.03 holdout=4"),
+        ({}, ""),
+        ({"strength": (0.5,)}, " strength=[0.5]"),
+        ({"norm_options": {"decay": 0.5}}, " decay=0.5"),
+        ({"every": 4}, " every=4"),
+        ({"learning_rate": 0.03, "holdout": 4}, " learning_rate=0.03 holdout=4"),
     ],
 )
-def test_runs_that_differ_in_a_setting_have_different_titles(changes, words):
+def test_the_title_of_a_run_has_the_settings_that_differ_from_the_defaults(changes, words):
     spec = tiny(**{"norm": "mbn", "scheme": "double", "learning_rate": 0.1, **changes})
-    assert title(spec) == PLAIN_TITLE.replace("MBN-2", f"MBN-2 {words}")
+    assert title(spec) == PLAIN_TITLE.replace("MBN-2", f"MBN-2{words}")
 
 
 def test_a_log_has_a_line_when_a_run_begins_and_when_it_ends():

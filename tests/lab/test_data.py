@@ -69,12 +69,6 @@ def test_the_padding_is_the_mean_colour():
     assert not outside.all()
 
 
-def test_each_image_is_augmented_on_its_own():
-    of = source(1, padding=4)
-    images, _ = batch(of, [0] * 400, seed=3)
-    assert len({one.numpy().tobytes() for one in images}) > 100  # of 9 · 9 · 2 possibilities
-
-
 def test_every_shift_and_mirroring_comes_equally_often():
     plain = Augmentation(padding=1, mirror=True)
     marked = torch.arange(25.0).view(1, 1, 5, 5).repeat(9000, 1, 1, 1)
@@ -87,6 +81,7 @@ def test_every_shift_and_mirroring_comes_equally_often():
 def test_the_global_generator_is_left_alone():
     state = torch.get_rng_state()
     batch(source(), range(20), seed=5)
+    epochs(EVEN, sampler="few-classes")
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -369,12 +364,6 @@ def test_a_plan_begun_anywhere_is_the_rest_of_the_whole_plan(sampler, start):
         assert seed == expected_seed
 
 
-def test_a_plan_does_not_touch_the_global_generator():
-    state = torch.get_rng_state()
-    epochs(EVEN, sampler="few-classes")
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize("labels", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize(("batch_size", "classes"), [(8, 1), (8, 2), (8, 4), (6, 3), (2, 2), (2, 4), (1, 3)])
 def test_few_classes_means_at_most_so_many_in_every_batch(labels, batch_size, classes):
@@ -398,15 +387,6 @@ def test_the_sorted_sampler_finishes_one_class_before_the_next():
     for epoch in epochs(UNEVEN, 3, sampler="sorted"):
         runs = [label for label, _ in itertools.groupby(UNEVEN[torch.cat(epoch)].tolist())]
         assert sorted(runs) == [0, 1, 3, 4, 5]
-
-
-def test_shuffle_draws_every_image_equally_often_in_the_first_batch():
-    labels = torch.zeros(10, dtype=torch.long)
-    counts = torch.zeros(10)
-    for seed in range(600):
-        indices, _ = next(data.order(labels, batch_size=5, iterations=1, seed=seed))
-        counts[indices] += 1
-    assert (counts - 300).abs().max() < 5 * 150**0.5
 
 
 def test_augmentation_seeds_are_all_different_and_not_shifted_between_runs():

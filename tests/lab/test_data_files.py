@@ -110,17 +110,6 @@ def test_the_lock_lets_one_process_in_at_a_time(tmp_path, monkeypatch, site):
     assert data.verify("cifar10", tmp_path) == []
 
 
-def test_many_at_once_download_once(tmp_path, monkeypatch, site):
-    site.pages["/cifar10.tar.gz"] = registered(monkeypatch, "cifar10", small_cifar10(), site.url)
-    threads = [threading.Thread(target=data.get, args=("cifar10", tmp_path)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(site.asked) == 1
-    assert data.verify("cifar10", tmp_path) == []
-
-
 def unpack(tmp_path, archive, **wanted):
     (tmp_path / "x.tar.gz").write_bytes(archive)
     chosen = tuple(File(path.replace("__", "/"), len(one), md5(one)) for path, one in wanted.items())
@@ -259,17 +248,12 @@ def bring(site, target, **changes):
     transfer.download(f"{site.url}/file.bin", target, **settings)
 
 
-def test_a_file_arrives_whole_and_without_leftovers(site, tmp_path):
-    bring(site, tmp_path / "file.bin")
-    assert (tmp_path / "file.bin").read_bytes() == PAGE
-    assert [one.name for one in tmp_path.iterdir()] == ["file.bin"]
-
-
 def test_a_truncated_transfer_resumes(site, tmp_path):
     site.moods = ["cut", "cut"]
     bring(site, tmp_path / "file.bin")
     assert (tmp_path / "file.bin").read_bytes() == PAGE
     assert [wanted for _, wanted in site.asked] == [None, "bytes=1000-", "bytes=2000-"]
+    assert [one.name for one in tmp_path.iterdir()] == ["file.bin"]
 
 
 def test_a_transfer_that_keeps_breaking_is_given_up_and_the_next_call_resumes(site, tmp_path):
@@ -299,18 +283,17 @@ def test_whatever_the_server_makes_of_a_range_the_file_is_right(site, tmp_path, 
     assert site.asked[0] == ("/file.bin", "bytes=1234-")
 
 
-def test_a_part_longer_than_the_file_is_thrown_away(site, tmp_path):
-    (tmp_path / "file.bin.part").write_bytes(noise(6000, seed=1))
+@pytest.mark.parametrize(
+    ("part", "moods", "asked"),
+    [(noise(6000, seed=1), [], [None]), (PAGE[:100], [416], ["bytes=100-", None])],
+    ids=["longer than the file", "refused by the server"],
+)
+def test_a_part_of_another_file_is_thrown_away(site, tmp_path, part, moods, asked):
+    (tmp_path / "file.bin.part").write_bytes(part)
+    site.moods = moods
     bring(site, tmp_path / "file.bin")
-    assert site.asked == [("/file.bin", None)]
+    assert [wanted for _, wanted in site.asked] == asked
     assert (tmp_path / "file.bin").read_bytes() == PAGE
-
-
-def test_a_range_the_server_cannot_satisfy_restarts_the_file(site, tmp_path):
-    (tmp_path / "file.bin.part").write_bytes(PAGE[:100])
-    site.moods = [416]
-    bring(site, tmp_path / "file.bin")
-    assert [wanted for _, wanted in site.asked] == ["bytes=100-", None]
 
 
 @pytest.mark.parametrize("mood", [500, 503, 429, "hang up", "babble"])

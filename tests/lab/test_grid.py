@@ -218,11 +218,12 @@ def test_ctrl_c_saves_every_run_and_leaves_no_process(fork_server, store, spawn)
     assert sorted(begun(again)) == sorted(spec.name for spec in specs)
 
 
-def test_an_interrupt_for_the_parent_alone_saves_every_run(fork_server, store):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_for_the_parent_alone_saves_every_run(fork_server, store, number):
     leader = fork_server.begin_all(SLOW, store.root, jobs=2)
     for spec in SLOW:
         assert fork_server.hears(f"stepped {spec.name}")
-    fork_server.kill(signal.SIGINT)
+    fork_server.kill(number)
     assert fork_server.ended()[0] == 130
     assert leaves_nothing(leader)
     for spec in SLOW:
@@ -237,18 +238,6 @@ def test_ctrl_c_while_workers_start_leaves_no_process(fork_server, store):
         os.killpg(leader, signal.SIGINT)
         assert fork_server.ended()[0] in (130, 131)
         assert leaves_nothing(leader)
-
-
-def test_a_termination_of_the_parent_saves_every_run(fork_server, store):
-    leader = fork_server.begin_all(SLOW, store.root, jobs=2)
-    for spec in SLOW:
-        assert fork_server.hears(f"stepped {spec.name}")
-    fork_server.kill(signal.SIGTERM)
-    code, _ = fork_server.ended()
-    assert leaves_nothing(leader)
-    assert code == 130
-    for spec in SLOW:
-        assert len(list(store.run(spec).path.glob("checkpoint-*.pt"))) == 1
 
 
 @spawn

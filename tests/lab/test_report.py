@@ -145,14 +145,13 @@ def test_cells_of_a_norm_that_is_not_registered_say_so(tmp_path, monkeypatch):
     assert states == {"BN": NOT_RUN, "BRN": UNAVAILABLE, "MBN": NOT_RUN}
 
 
-def test_a_diverged_run_is_named_where_its_number_would_be(tmp_path):
-    fabricate(tmp_path, CELL.spec, status="diverged", stop_at=0.25)
-    assert shown_cell(page_of(tmp_path), CELL)[1].plain == "diverged at iteration 19,550"
-
-
-def test_an_unfinished_run_shows_its_progress_and_no_number(tmp_path):
-    fabricate(tmp_path, CELL.spec, status="unfinished", stop_at=0.5)
-    assert shown_cell(page_of(tmp_path), CELL)[1].plain == "unfinished, 39,100 of 78,200 iterations"
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [("diverged", "diverged at iteration 39,100"), ("unfinished", "unfinished, 39,100 of 78,200 iterations")],
+)
+def test_a_run_without_a_result_is_named_where_its_number_would_be(tmp_path, status, words):
+    fabricate(tmp_path, CELL.spec, status=status, stop_at=0.5)
+    assert shown_cell(page_of(tmp_path), CELL)[1].plain == words
 
 
 def test_only_finished_runs_are_averaged_and_the_others_named(tmp_path):

@@ -56,16 +56,10 @@ def test_a_file_cannot_hold_runs(tmp_path):
         Store(tmp_path / "file")
 
 
-def test_a_renamed_folder_is_a_problem_and_no_run(store, folder):
+def test_a_folder_that_its_specification_does_not_name_is_a_problem_and_no_run(store, folder):
     folder.path.rename(store.root / "renamed")
     assert store.runs() == []
     assert store.problems == [f"renamed: spec.yaml describes {SPEC.name}: the file was changed, or the folder renamed"]
-
-
-def test_a_changed_specification_is_a_problem_and_no_run(store, folder):
-    (folder.path / "spec.yaml").write_text(SPEC.but(seed=9).as_yaml())
-    assert store.runs() == []
-    assert len(store.problems) == 1
 
 
 @pytest.mark.parametrize(

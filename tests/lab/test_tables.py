@@ -60,12 +60,7 @@ GOLDEN = {
         MBN-1 | 6.53      | -
         MBN-2 | 6.23      | 7.93""",
 }
-MODELS = {
-    "NIN": "nin",
-    "ResNet-20": "resnet20",
-    "ResNet-56": "resnet56",
-    "VGG": "vgg16",
-}
+MODELS = {"NIN": "nin", "ResNet-20": "resnet20", "ResNet-56": "resnet56", "VGG": "vgg16"}
 ALL = select(["all"])
 
 
@@ -97,16 +92,56 @@ def test_a_table_has_every_row_and_column_once_in_reading_order(name):
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-@pytest.mark.parametrize(
-    ("row", "norm", "scheme"),
-    [("NormProp", "normprop", "single"), ("BN", "bn", "single"), ("BRN", "brn", "double"), ("MBN", "mbn", "double")],
-)
-def test_a_cifar_cell_is_the_defaults_with_its_model_norm_scheme_and_an_evaluation_per_epoch(name, row, norm, scheme):
+NORMS = {
+    "NormProp": {"norm": "normprop"},
+    "BN": {"norm": "bn"},
+    "BRN": {"norm": "brn", "scheme": "double"},
+    "MBN": {"norm": "mbn", "scheme": "double"},
+}
+IMAGENET = {
+    "GoogLeNet": "googlenet",
+    "PReLU-net": "prelu_net",
+    "VGG": "vgg16_imagenet",
+    "ResNet-18": "resnet18",
+    "ResNet-34": "resnet34",
+    "ResNet-50": "resnet50",
+}
+# What each cell changes of the defaults, by its row and column.
+CHANGES = {
+    "cifar10": lambda row, column: {"model": MODELS[column], **NORMS[row]},
+    "cifar100": lambda row, column: {"data": "cifar100", "model": MODELS[column], **NORMS[row]},
+    "imagenet": lambda row, column: {
+        "data": "imagenet",
+        "model": IMAGENET[row],
+        "iterations": 200 * 10_010,
+        **NORMS[column.split()[1]],
+    },
+    "small-batch": lambda row, column: {"model": "resnet56", "batch_size": int(row), **NORMS[column]},
+    "strength": lambda row, column: {
+        "model": "resnet56",
+        "strength": tuple(float(one) for one in row.split("-")),
+        **NORMS["MBN"],
+    },
+    "memory-size": lambda row, column: {
+        "model": "resnet20",
+        "norm_options": {"memory_size": int(row)} if row != "20" else {},
+        **NORMS["MBN"],
+    },
+    "double-forward": lambda row, column: {
+        "model": MODELS[column],
+        "norm": row.split("-")[0].lower(),
+        "scheme": "double" if row.endswith("2") else "single",
+    },
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_cell_is_the_defaults_with_what_its_row_and_column_change_and_an_evaluation_per_epoch(name):
     for one in TABLES[name].cells:
-        if one.row == row and one.spec is not None:
-            expected = RunSpec(data=name, model=MODELS[one.column], norm=norm, scheme=scheme, evaluations=200)
-            assert one.spec == expected
+        if one.spec is not None:
+            assert one.spec == RunSpec(evaluations=200, **CHANGES[name](one.row, one.column)), one.key
+        assert (one.spec is None) == (one.row == "NormProp" and "ResNet" in one.column)
+        assert one.metric == ("test_error_top5" if one.column.startswith("top-5") else "test_error")
 
 
 def test_the_defaults_the_cells_rely_on_are_the_papers_protocol():
@@ -118,90 +153,10 @@ def test_the_defaults_the_cells_rely_on_are_the_papers_protocol():
     assert (spec.every, spec.fraction, spec.holdout, spec.train_images, spec.test_images) == (1, 1.0, 0, None, None)
 
 
-def test_two_hundred_epochs_of_imagenet_are_two_million_iterations():
-    for one in TABLES["imagenet"].cells:
-        assert one.spec.data == "imagenet"
-        assert one.spec.iterations == 200 * 10_010
-        assert (one.spec.batch_size, one.spec.evaluations) == (128, 200)
-
-
-@pytest.mark.parametrize(
-    ("row", "model"),
-    [
-        ("GoogLeNet", "googlenet"),
-        ("PReLU-net", "prelu_net"),
-        ("VGG", "vgg16_imagenet"),
-        ("ResNet-18", "resnet18"),
-        ("ResNet-34", "resnet34"),
-        ("ResNet-50", "resnet50"),
-    ],
-)
-@pytest.mark.parametrize(("norm", "name", "scheme"), [("BN", "bn", "single"), ("MBN", "mbn", "double")])
-def test_top_1_and_top_5_on_imagenet_are_two_metrics_of_one_run(row, model, norm, name, scheme):
-    top1, top5 = (cell("imagenet", f"{row}/{top} {norm}") for top in ("top-1", "top-5"))
-    assert top1.spec == top5.spec
-    assert (top1.spec.model, top1.spec.norm, top1.spec.scheme) == (model, name, scheme)
-    assert (top1.metric, top5.metric) == ("test_error", "test_error_top5")
-
-
-@pytest.mark.parametrize("size", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize(("column", "norm", "scheme"), [("BN", "bn", "single"), ("MBN", "mbn", "double")])
-def test_small_batches_change_the_batch_size_and_nothing_else(size, column, norm, scheme):
-    at_128 = RunSpec(model="resnet56", norm=norm, scheme=scheme, evaluations=200)
-    assert cell("small-batch", f"{size}/{column}").spec == at_128.but(batch_size=size)
-
-
-@pytest.mark.parametrize(
-    ("row", "strength"),
-    [("0", [0]), ("0.1", [0.1]), ("0.5", [0.5]), ("0.9", [0.9]), ("1", [1]), ("0.1-0.5-0.9", [0.1, 0.5, 0.9])],
-)
-def test_the_strength_table_changes_the_strength_of_mbn_2_on_resnet_56(row, strength):
-    expected = RunSpec(model="resnet56", norm="mbn", scheme="double", evaluations=200, strength=tuple(strength))
-    assert cell("strength", f"{row}/ResNet-56").spec == expected
-
-
-@pytest.mark.parametrize(("row", "options"), [("10", {"memory_size": 10}), ("20", {}), ("40", {"memory_size": 40})])
-def test_the_memory_table_changes_the_memory_of_mbn_2_on_resnet_20(row, options):
-    expected = RunSpec(model="resnet20", norm="mbn", scheme="double", evaluations=200, norm_options=options)
-    assert cell("memory-size", f"{row}/ResNet-20").spec == expected
-
-
 def test_the_omitted_memory_size_is_the_librarys_default():
     from memnorm.norms.mbn import OPTIONS
 
     assert OPTIONS["memory_size"] == 20
-
-
-@pytest.mark.parametrize("model", ["ResNet-56", "ResNet-20"])
-@pytest.mark.parametrize("norm", ["BN", "BRN", "MBN"])
-@pytest.mark.parametrize(("forwards", "scheme"), [(1, "single"), (2, "double")])
-def test_the_double_forward_table_has_each_norm_with_one_and_two_forwards(model, norm, forwards, scheme):
-    expected = RunSpec(model=MODELS[model], norm=norm.lower(), scheme=scheme, evaluations=200)
-    assert cell("double-forward", f"{norm}-{forwards}/{model}").spec == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "same"),
-    [
-        ("small-batch", {"128/BN": "BN/ResNet-56", "128/MBN": "MBN/ResNet-56"}),
-        ("strength", {"0.1-0.5-0.9/ResNet-56": "MBN/ResNet-56"}),
-        ("memory-size", {"20/ResNet-20": "MBN/ResNet-20"}),
-        (
-            "double-forward",
-            {
-                f"{arm}/{model}": f"{norm}/{model}"
-                for arm, norm in [("BN-1", "BN"), ("BRN-2", "BRN"), ("MBN-2", "MBN")]
-                for model in ("ResNet-56", "ResNet-20")
-            },
-        ),
-        ("imagenet", {}),
-        ("cifar100", {}),
-    ],
-)
-def test_cells_that_are_one_run_share_its_digest_and_no_others_do(name, same):
-    main = {one.spec.digest: one.key for one in TABLES["cifar10"].cells if one.spec}
-    shared = {one.key: main[one.spec.digest] for one in TABLES[name].cells if one.spec and one.spec.digest in main}
-    assert shared == same
 
 
 def test_only_the_quoted_rows_have_a_printed_number_that_is_not_comparable():
@@ -266,10 +221,6 @@ def keys(items):
     return [f"{name} {part.key}" for name, part in items]
 
 
-def table_spec(name, row, column):
-    return TABLES[name].cell(row, column).spec
-
-
 def differing(spec, other):
     ours, theirs = spec.as_dict(), other.as_dict()
     return {name for name in ours if ours[name] != theirs[name]}
@@ -277,37 +228,35 @@ def differing(spec, other):
 
 @pytest.mark.parametrize(("row", "column"), [("MBN", "ResNet-56"), ("BN", "NIN")])
 def test_reduced_is_a_tenth_of_the_iterations_with_20_evaluations_and_nothing_else(row, column):
-    spec = table_spec("cifar10", row, column)
+    spec = cell("cifar10", f"{row}/{column}").spec
     reduced = at_scale(spec, "reduced")
     assert (reduced.iterations, reduced.evaluations) == (7_820, 20)
     assert differing(reduced, spec) == {"iterations", "evaluations"}
 
 
 def test_reduced_is_a_hundredth_on_imagenet():
-    reduced = at_scale(table_spec("imagenet", "VGG", "top-1 BN"), "reduced")
+    reduced = at_scale(cell("imagenet", "VGG/top-1 BN").spec, "reduced")
     assert (reduced.iterations, reduced.evaluations, reduced.data) == (20_020, 20, "imagenet")
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_smoke_keeps_the_model_the_norm_and_the_schedules(spec):
-    smoke = at_scale(spec, "smoke")
-    assert differing(smoke, spec) == {"data", "data_options", "batch_size", "iterations", "evaluations"}
-    assert smoke.iterations <= 3
-    assert smoke.evaluations == 1
-    assert smoke.batch_size <= 6
-    assert smoke.data == "synthetic"
+def test_smoke_keeps_the_model_the_norm_and_the_schedules():
+    for spec in SPECS:
+        smoke = at_scale(spec, "smoke")
+        assert differing(smoke, spec) == {"data", "data_options", "batch_size", "iterations", "evaluations"}
+        assert (smoke.data, smoke.iterations, smoke.evaluations) == ("synthetic", 2, 1)
+        assert smoke.batch_size <= 6
 
 
 @pytest.mark.parametrize(
     ("name", "key", "classes", "size"),
     [
-        ("cifar10", ("BN", "VGG"), 10, 32),
-        ("cifar100", ("BN", "VGG"), 100, 32),
-        ("imagenet", ("VGG", "top-1 BN"), 1000, 64),
+        ("cifar10", "BN/VGG", 10, 32),
+        ("cifar100", "BN/VGG", 100, 32),
+        ("imagenet", "VGG/top-1 BN", 1000, 64),
     ],
 )
 def test_smoke_has_as_many_classes_as_the_original_and_enough_images_for_its_batches(name, key, classes, size):
-    smoke = at_scale(table_spec(name, *key), "smoke")
+    smoke = at_scale(cell(name, key).spec, "smoke")
     options = smoke.data_options
     assert (options["classes"], options["image_size"]) == (classes, size)
     assert smoke.batch_size * smoke.iterations <= options["train"] <= 20
@@ -360,25 +309,6 @@ def test_a_pattern_that_matches_nothing_gets_the_rows_and_columns(pattern):
     assert "cifar100" not in message
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("cifar10", 14),
-        ("cifar100", 14),
-        ("imagenet", 12),
-        ("small-batch", 10),
-        ("strength", 6),
-        ("memory-size", 3),
-        ("double-forward", 12),
-        ("convergence", 6),
-        ("imagenet-curves", 8),
-    ],
-)
-def test_a_run_that_stands_in_several_places_is_made_once(name, count):
-    specs = unique_specs(select([name]))
-    assert len(specs) == len({spec.digest for spec in specs}) == count
-
-
 def test_seeds_multiply_the_runs_and_stand_side_by_side():
     specs = unique_specs(select(["memory-size"]), "smoke", seeds=iter([3, 4]))
     assert [spec.seed for spec in specs] == [3, 4, 3, 4, 3, 4]
@@ -387,25 +317,20 @@ def test_seeds_multiply_the_runs_and_stand_side_by_side():
 
 
 @pytest.mark.parametrize(
-    ("word", "norm", "scheme"),
+    ("word", "given", "norm", "scheme"),
     [
-        ("bn", "bn", "single"),
-        ("bn-1", "bn", "single"),
-        ("mbn", "mbn", "double"),
-        ("mbn-1", "mbn", "single"),
-        (" MBN-2 ", "mbn", "double"),
+        ("bn", None, "bn", "single"),
+        ("bn-1", None, "bn", "single"),
+        ("bn", "double", "bn", "double"),
+        ("mbn", None, "mbn", "double"),
+        ("mbn", "single", "mbn", "single"),
+        ("mbn-1", None, "mbn", "single"),
+        ("mbn-1", "single", "mbn", "single"),
+        (" MBN-2 ", None, "mbn", "double"),
     ],
 )
-def test_arms_are_read_as_users_write_them(word, norm, scheme):
-    assert parse_arm(word) == {"norm": norm, "scheme": scheme}
-
-
-@pytest.mark.parametrize(
-    ("word", "scheme", "taken"),
-    [("mbn", None, "double"), ("mbn", "single", "single"), ("bn", "double", "double"), ("mbn-1", "single", "single")],
-)
-def test_a_scheme_of_its_own_decides_for_a_norm_without_a_number(word, scheme, taken):
-    assert parse_arm(word, scheme)["scheme"] == taken
+def test_arms_are_read_as_users_write_them(word, given, norm, scheme):
+    assert parse_arm(word, given) == {"norm": norm, "scheme": scheme}
 
 
 def test_a_scheme_that_contradicts_the_number_is_refused():
