@@ -32,6 +32,12 @@ def test_the_cpu_passes():
     assert set(outcomes(QUICK).values()) == {"passed"}
 
 
+def test_the_layers_and_algorithm_1_equal_their_equations_in_float64():
+    checks = check.exact_checks()
+    assert {one.allowed for one in checks} == {1e-12}
+    assert set(outcomes(checks).values()) == {"passed"}
+
+
 @pytest.mark.slow
 def test_compiled_layers_pass_on_the_cpu():
     compiled = [one for one in check.all_checks() if one not in QUICK and "compiled" in one.what]

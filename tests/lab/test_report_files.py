@@ -184,6 +184,12 @@ def test_markdown_text_stays_text(text, escaped):
     assert plain(text) == escaped
 
 
+def test_footnotes_are_in_html_and_markdown(made, page):
+    assert CELL.note
+    assert CELL.note in "".join(Reader(page).text)
+    assert plain(CELL.note) in (made[0] / "report.md").read_text(encoding="utf-8")
+
+
 def rows_of(made, name):
     return list(csv.DictReader(io.StringIO((made[0] / "csv" / name).read_text(encoding="utf-8"))))
 
@@ -197,6 +203,7 @@ def test_a_table_reads_back_from_csv(made):
     assert "seed 3 diverged" in row["status"]
     assert rows["BN", "VGG"]["status"] == "not run"
     assert rows["BN", "VGG"]["mean"] == ""
+    assert {row["printed"] for row in rows_of(made, "cifar10-smoke.csv")} == {""}
 
 
 def test_every_run_reads_back_from_csv(made):
