@@ -3,11 +3,12 @@
     y = weight · (x − running_mean)/√(running_var + eps) + bias
 
 Detectors use it (torchvision, detectron2, DETR and what grew out of them). Every library has a class of its own, so it
-is recognised by its name and its buffers.
+is recognised by its buffers and by what it computes.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ ORIGINAL_EPS = "_memnorm_frozen_eps"  # attribute of a layer that was frozen
 
 def is_frozen(layer: nn.Module) -> bool:
     constants = all(isinstance(layer._buffers.get(name), Tensor) for name in TENSORS)
-    return constants and "FrozenBatchNorm" in type(layer).__name__
+    return constants and not isinstance(layer, _BatchNorm)
 
 
 def reason_to_keep(layer: nn.Module) -> str | None:
@@ -40,7 +41,9 @@ def reason_to_keep(layer: nn.Module) -> str | None:
 
 @torch.no_grad()
 def _computes_batch_norm(layer: Any) -> bool:
-    """Compare the forward with batch norm's on two values per channel, far below and far above its mean."""
+    """Compare the forward in training mode with batch norm's in eval mode, on two values per channel, far below and far
+    above its mean.
+    """
     weight, bias, mean, var = (layer._buffers[name] for name in TENSORS)
     eps = getattr(layer, "eps", EPS)
     if not is_number(eps) or eps < 0:
@@ -51,7 +54,10 @@ def _computes_batch_norm(layer: Any) -> bool:
     rank = {nn.BatchNorm1d: 2, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}[_plain_class(layer)]
     x = torch.stack([mean - distance, mean + distance]).reshape(2, -1, *[1] * (rank - 2))
     try:
-        found = type(layer).forward(layer, x)
+        twin = copy.copy(layer)  # because an unknown layer may record what it sees
+        buffers = {name: None if one is None else one.clone() for name, one in layer._buffers.items()}
+        vars(twin).update(_buffers=buffers, training=True)
+        found = type(layer).forward(twin, x)
     except Exception:  # of code that we do not know
         return False
     tolerance = 1e-4 if x.dtype in (torch.float32, torch.float64) else 2e-2

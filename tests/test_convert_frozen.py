@@ -69,12 +69,23 @@ class FrozenBatchNormOtherEps2d(DetrFrozenBatchNorm2d):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, 1e-2)
 
 
-LOOK_ALIKES = [FrozenBatchNorm2d, Detectron2FrozenBatchNorm2d, DetrFrozenBatchNorm2d]
+class FixedBN(DetrFrozenBatchNorm2d):
+    """A name that does not say what it is."""
+
+
+class RecordsBN(FrozenBatchNorm2d):
+    """Not frozen: only its affine map is constant."""
+
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+LOOK_ALIKES = [FrozenBatchNorm2d, Detectron2FrozenBatchNorm2d, DetrFrozenBatchNorm2d, FixedBN]
 
 
 def with_constants(model, seed=0):
     """The model, its frozen layers with constants as after training."""
-    for number, layer in enumerate(module for module in model.modules() if "Frozen" in type(module).__name__):
+    for number, layer in enumerate(module for module in model.modules() if isinstance(module, FrozenBatchNorm2d)):
         for index, name in enumerate(("weight", "bias", "running_mean", "running_var")):
             noise = randn(len(layer.weight), seed=seed + 10 * number + index).float()
             getattr(layer, name).copy_(noise.exp() if name == "running_var" else 1 + noise)
@@ -221,20 +232,31 @@ def patched(layer):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
+        (lambda: RecordsBN(3), "RecordsBN does more than batch norm"),
+        (lambda: RecordsBN(3).eval(), "RecordsBN does more than batch norm"),
         (lambda: FrozenBatchNormAct2d(3), "FrozenBatchNormAct2d does more than batch norm"),
         (lambda: FrozenBatchNormRelu2d(3), "FrozenBatchNormRelu2d does more than batch norm"),
         (lambda: FrozenBatchNormOtherEps2d(3), "FrozenBatchNormOtherEps2d does more than batch norm"),
         (lambda: FrozenBatchNorm2d(3, eps="small"), "FrozenBatchNorm2d does more than batch norm"),
         (lambda: patched(FrozenBatchNorm2d(3)), "has its own forward"),
     ],
-    ids=["activation", "activation in forward", "other eps", "no eps", "patched forward"],
+    ids=[
+        "not frozen",
+        "not frozen, in eval mode",
+        "activation",
+        "activation in forward",
+        "other eps",
+        "no eps",
+        "patched forward",
+    ],
 )
 def test_a_frozen_layer_that_does_more_is_skipped_with_the_reason(build, words, frozen):
     model = nn.Sequential(build(), nn.BatchNorm2d(3))
-    kept = model[0]
+    kept, state = model[0], copy.deepcopy(model[0].state_dict())
     with pytest.warns(MemnormWarning, match=rf"convert skipped: 0 \({words}"):
         memnorm.convert(model, frozen=frozen)
     assert model[0] is kept
+    assert_bitwise(kept.state_dict(), state)
 
 
 @pytest.mark.parametrize("value", ["thaw", True, None, ["convert"]], ids=str)
