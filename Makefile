@@ -1,6 +1,8 @@
 # Everything runs in .venv, which the first command creates. Needs Python 3.10 or newer (tested: 3.11) and the package index.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+# Exact versions for Python 3.11. A Python that is too old for them does without: make test CONSTRAINTS=/dev/null
+CONSTRAINTS ?= constraints.txt
 SOURCES := $(shell find memnorm -name '*.py' -o -name '*.j2' -o -name '*.cpp' -o -name '*.h') memnorm/py.typed pyproject.toml setup.py README.md LICENSE
 
 .PHONY: test test-full test-ecosystem test-torch demo docs bench dist lint format clean
@@ -55,18 +57,18 @@ format: .venv/dependencies
 	$(BIN)/ruff format .
 
 # Without kernels: these come with the wheel below.
-.venv/dependencies: pyproject.toml constraints.txt
+.venv/dependencies: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[lab,dev]'
+	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) '.[lab,dev]'
 	touch $@
 
 # What the slow tests run against besides: trainers, the examples' data, export, Ray. Heavy, so `make test` does without.
 .venv/full: .venv/dependencies
-	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[deployment,docs,examples,ray]'
+	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) '.[deployment,docs,examples,ray]'
 	touch $@
 
 .venv/docs: .venv/dependencies
-	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt '.[docs]'
+	MEMNORM_KERNELS=off $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) '.[docs]'
 	touch $@
 
 # The newest versions of what other people train with, not ours: several GB.
