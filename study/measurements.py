@@ -188,6 +188,13 @@ class Measurements:
                 (library, test) for library, found in by_library.items() for test in found if found[test] == outcome
             ]
             lines += ["", f"{outcome[0].upper()}{outcome[1:]}: {', '.join(map(' '.join, tests)) or 'none'}."]
+        losses = [
+            (row["test"], row["batch"], f"{sum(row['losses'][:3]) / 3:.2f}", f"{sum(row['losses'][-3:]) / 3:.2f}")
+            for row in record["rows"]
+            if "losses" in row
+        ]
+        header = ["detector", "images per batch", "mean loss of the first three steps", "of the last three"]
+        lines += ["", markdown(header, losses)]
         versions = f"torch {record['versions']['torch']}, Python {record['versions']['Python']}"
         lines += ["", f"Run on {record['date']} at commit {record['commit']} ({versions}, {record['machine']})."]
         return "\n".join(lines)

@@ -48,9 +48,9 @@ def with_boxes(photographs, count):
 
 
 @pytest.fixture
-def detector(photographs, monkeypatch):
+def detector(photographs, monkeypatch, record_property):
     """Build a detector as its factory does with pretrained weights. The weights are random, because the real ones are a
-    download, with the statistics of the photographs.
+    download, with the statistics of the photographs. All tests of a detector are one in the record.
     """
     net = models.resnet50()
     for module in net.modules():
@@ -61,6 +61,7 @@ def detector(photographs, monkeypatch):
     monkeypatch.setattr(type(weights), "get_state_dict", lambda *_, **__: copy.deepcopy(net.state_dict()))
 
     def build(name):
+        record_property("test", name)
         sizes = {"min_size": SIZE, "max_size": SIZE}
         every = {"box_score_thresh": 0.0} if name.startswith("faster") else {"score_thresh": 0.0}
         model = models.get_model(name, weights=None, weights_backbone=weights, num_classes=2, **sizes, **every)
@@ -97,12 +98,14 @@ def test_without_the_option_the_error_names_it_and_counts_the_frozen_layers(dete
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", DETECTORS)
-def test_a_frozen_detector_trains_and_returns(detector, photographs, name, batch):
+def test_a_frozen_detector_trains_and_returns(detector, photographs, name, batch, record_property):
     frozen = detector(name)
     model = memnorm.convert(copy.deepcopy(frozen), "two_way", frozen="convert")
     torch.testing.assert_close(features(model, photographs), features(frozen, photographs), rtol=1e-3, atol=1e-3)
     images, targets = with_boxes(photographs, batch)
     losses = train(model, images, targets)
+    record_property("batch", batch)
+    record_property("losses", [round(loss, 3) for loss in losses])
     assert all(map(math.isfinite, losses))
     assert sum(losses[-3:]) < sum(losses[:3])
 
