@@ -79,11 +79,12 @@ def trained(request, tmp_path_factory):
 
 def test_the_memory_ages_once_with_each_update_of_the_trainer(trained):
     _, _, seen = trained
-    expected, weight, updates = [], 0.0, 0
+    expected, weight, images, updates = [], 0.0, 0, 0
     for counted, _ in seen:
-        weight += 2 * 16 * 16  # the first convolution halves images of 32×32
+        weight, images = weight + 2 * 16 * 16, images + 2  # the first convolution halves images of 32×32
         if counted > updates:
-            weight, updates = 0.9 * weight, counted
+            decay = max(0.5, 1 - (images / 32) ** 0.5 / 4)
+            weight, images, updates = decay * weight, 0, counted
         expected.append(weight)
     assert (len(seen), updates) == (96, 3)
     torch.testing.assert_close([one for _, one in seen], expected)
