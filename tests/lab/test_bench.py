@@ -105,7 +105,7 @@ def test_every_bound_of_a_step_names_its_network():
 
 def test_bytes_kept_for_backward_are_the_input_and_vectors():
     channels, values = layer.CURVE[0], 8 * layer.CURVE[0] * layer.CURVE[1] * layer.CURVE[2]
-    assert rest.saved_bytes("MBN") == 4 * (values + channels + 6 * channels + 1)
+    assert rest.saved_bytes("MBN") == 4 * (values + channels + 6 * channels + 2)
     assert rest.saved_bytes("MBN") <= rest.saved_bytes("BN") + rest.memory_bytes()
 
 
