@@ -211,6 +211,7 @@ with_gradient = _Kernels.apply
 
 def _backward_in_torch(call, wanted, grad_y, y, x, weight):
     """The backward of `_Kernels` where the kernels cannot run, as under create_graph."""
+    cpu.require_memory(grad_y, y)
     grad_residual = grad_y = grad_y if y is None else torch.where(y.detach() <= 0, 0, grad_y)
     if not any(wanted[:3]):  # the residual's gradient does not pass the norm
         return None, None, None, grad_residual, None
@@ -281,6 +282,7 @@ def _backward(grad_y, x, weight, hat, eps, wants_x, memory):
 
     `memory` gives ā and q̄; without one they are the sums over the batch, divided by the weight of batch and memory.
     """
+    cpu.require_memory(grad_y, x, weight)
     on_cuda = not torch.is_grad_enabled() and is_plain(grad_y) and cpu.is_gradient(grad_y) and cuda.takes(x)
     inv = torch.rsqrt(hat.var + eps)
     if on_cuda:

@@ -463,6 +463,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             return
         if not isinstance(residual, Tensor):
             raise InputError(f"{self._name}: residual must be a tensor of the input's shape; got {residual!r}")
+        cpu.require_memory(residual)
         if torch.jit.is_tracing():  # its sizes are tensors
             return
         sizes = zip(reversed(residual.shape), reversed(x.shape), strict=False)

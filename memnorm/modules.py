@@ -31,8 +31,10 @@ def version_of(tensor: Any) -> int:
 
 
 def is_real(tensor: Any) -> bool:
-    """Return True if the values can be read: not on meta, not a fake tensor."""
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    """Return True if the values can be read: not on meta, not a fake tensor, and its storage was not freed."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+        return False
+    return not tensor.nbytes or tensor.untyped_storage().nbytes() > 0
 
 
 def trains(optimizer: Optimizer, model: nn.Module) -> bool:

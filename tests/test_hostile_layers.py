@@ -85,6 +85,85 @@ def test_a_freed_storage_raises(name, dtype):
     assert_unchanged(layer, before)
 
 
+def freed(*shape):
+    x = torch.zeros(shape)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@pytest.mark.parametrize("name", ["evonorm_s0", "frn"])
+def test_a_freed_storage_raises_in_norms_without_batch_statistics(name):
+    layer = memnorm.convert(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()), name)[0]
+    with pytest.raises(InputError, match="storage was freed"):
+        layer(freed(4, 4, 5, 6))
+    layer.weight.data = freed(4)
+    with pytest.raises(InputError, match="storage was freed"):
+        layer(randn(4, 4, 5, 6, seed=0).float())
+
+
+@pytest.mark.parametrize("backend", ["kernels", "torch"])
+@pytest.mark.parametrize("activation", ["relu", None])
+@pytest.mark.parametrize("name", ["mbn", "two_way"])
+def test_a_freed_residual_raises_and_records_nothing(name, activation, backend):
+    layer = trained(name)
+    before = state(layer)
+    with in_torch() if backend == "torch" else nullcontext(), pytest.raises(InputError, match="storage was freed"):
+        layer(randn(*SHAPE, seed=5).float(), activation=activation, residual=freed(*SHAPE))
+    assert_unchanged(layer, before)
+
+
+@pytest.mark.parametrize("backend", ["kernels", "torch"])
+@pytest.mark.parametrize("name", ["mbn", "two_way"])
+def test_a_freed_gradient_raises_and_records_nothing(name, backend):
+    layer, x = trained(name), randn(*SHAPE, seed=5).float().requires_grad_()
+    with in_torch() if backend == "torch" else nullcontext():
+        y = layer(x)
+        before = state(layer)
+        with pytest.raises(InputError, match="storage was freed"):
+            y.backward(freed(*SHAPE))
+    assert_unchanged(layer, before)
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["norm", "residual only"])
+@pytest.mark.skipif(cpu.module() is None, reason="the kernels were not built")
+def test_a_freed_output_of_a_relu_raises_in_backward(trainable):
+    layer, residual = trained().requires_grad_(trainable), randn(*SHAPE, seed=1).float().requires_grad_()
+    y = layer(randn(*SHAPE, seed=5).float(), activation="relu", residual=residual)
+    y.data.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="storage was freed"):
+        y.backward(torch.ones(SHAPE))
+
+
+@pytest.mark.parametrize("name", ["brn", "bn", "mabn"])
+def test_a_freed_buffer_raises_in_running_norms(name):
+    layer = trained(name)
+    layer.running_var.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="storage was freed"):
+        layer(randn(*SHAPE, seed=5).float())
+
+
+@pytest.mark.parametrize("name", ["mabn", "online"])
+def test_a_freed_buffer_raises_in_a_backward_that_reads_it(name):
+    layer = trained(name)
+    y = layer(randn(*SHAPE, seed=5).float().requires_grad_())
+    for buffer in layer.buffers():
+        buffer.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match="storage was freed"):
+        y.sum().backward()
+
+
+def test_converting_a_layer_with_freed_buffers_reads_none_of_them():
+    plain = nn.BatchNorm2d(3)
+    plain.running_mean.untyped_storage().resize_(0)
+    assert isinstance(memnorm.convert(plain), memnorm.MemorizedBatchNorm2d)
+
+
+@pytest.mark.parametrize("name", RECORDING)
+def test_a_zero_tensor_without_memory_is_a_batch_of_zeros(name):
+    layer, other = trained(name), trained(name)
+    torch.testing.assert_close(layer(torch._efficientzerotensor(SHAPE)), other(torch.zeros(SHAPE)))
+
+
 def test_recalibrating_on_a_freed_storage_raises():
     x = randn(*SHAPE, seed=5).float()
     x.untyped_storage().resize_(0)

@@ -216,6 +216,8 @@ def require_memory(*tensors: Tensor | None) -> None:
             and one.is_cpu
             and one.layout is torch.strided
             and one.nbytes
+            and not _torch.is_zerotensor(one)
+            and not _torch.is_legacy_batchedtensor(one)
             and not one.data_ptr()
         ):
             raise InputError(f"a tensor of shape {tuple(one.shape)} has no memory: its storage was freed")
@@ -235,6 +237,7 @@ def _dense(x: Tensor) -> Tensor:
 
 def _like(tensor: Tensor, data: Tensor) -> Tensor:
     """`tensor` in the dtype and layout of `data`."""
+    require_memory(tensor)
     if tensor.dtype is data.dtype and tensor.stride() == data.stride() and not tensor.is_neg():
         return tensor
     return torch.empty_like(data).copy_(tensor.detach().resolve_neg())

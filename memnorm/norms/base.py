@@ -250,7 +250,7 @@ class RunningNorm(Recording, _BatchNorm):
         count = count_per_channel(x)
         if self.training:
             check_eps(name, self.eps)
-            cpu.require_memory(x, self.weight, self.bias)
+            cpu.require_memory(x, self.weight, self.bias, *self._buffers.values())
         if self.training and 0 < count < self.MIN_VALUES:
             raise InputError(
                 f"{name}: Expected more than 1 value per channel when training, got input size {tuple(x.shape)}: one "

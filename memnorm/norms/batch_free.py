@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.errors import DTypeError, InputError, OptionError, is_number, is_whole
+from memnorm.kernels import cpu
 from memnorm.norms.base import as_leaf, check_options, with_affine
 
 Layer = TypeVar("Layer", bound="BatchFreeNorm")
@@ -77,6 +78,7 @@ class BatchFreeNorm(nn.Module):
         check_channels(self, x)
         if not x.is_floating_point():
             raise DTypeError(f"{type(self).__name__}: expected floating-point input, got {x.dtype}")
+        cpu.require_memory(x, *self._parameters.values())
 
     def _affine(self, x: Tensor, scale: Tensor | float | None = None) -> Tensor:
         """γ · scale · x + β in the dtype of x."""

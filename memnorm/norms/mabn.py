@@ -40,6 +40,7 @@ from torch.nn.utils import parametrize
 from memnorm.centering import centred, feeding, groups_of, outputs_of
 from memnorm.errors import OptionError, is_number
 from memnorm.functional import Moments, constant_moments, count_per_channel, snapshot
+from memnorm.kernels import cpu
 from memnorm.norms.base import RunningNorm, check_whole, count_up, require_recording
 
 
@@ -185,6 +186,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, average, ratio, settled = ctx.saved_tensors
+        cpu.require_memory(weight, *ctx.memory)
         layer = ctx.layer
         scale = ratio if weight is None else ratio * weight.to(ratio.dtype)
         through, grad_scale, grad_bias = torch.ops.aten.native_batch_norm_backward(

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from memnorm.errors import OptionError, is_number
 from memnorm.functional import Moments, constant_moments, count_per_channel, statistics_dtype
+from memnorm.kernels import cpu
 from memnorm.norms.base import RunningNorm, require_recording
 
 COMPENSATIONS = ("layer_scaling", "clamp", None)
@@ -156,6 +157,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, mean_NC, scale_NC = ctx.saved_tensors
+        cpu.require_memory(x, *ctx.controls)
         layer = ctx.layer
         gain = 1 - layer.backward_decay
         y = (_wide(x) - _like(mean_NC, x)) / _like(scale_NC, x)
