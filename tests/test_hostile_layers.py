@@ -164,6 +164,41 @@ def test_a_zero_tensor_without_memory_is_a_batch_of_zeros(name):
     torch.testing.assert_close(layer(torch._efficientzerotensor(SHAPE)), other(torch.zeros(SHAPE)))
 
 
+@pytest.mark.parametrize("name", [*(one for one in RECORDING if one not in ("bn", "moving_bn")), "cbn"])
+@pytest.mark.parametrize("scale", [3e18, 1e38, 1e60])
+def test_wide_data_beyond_the_range_of_the_buffers_is_not_recorded(name, scale):
+    """The moments are finite in float64, and the statistics are float32. `bn` and `moving_bn` refuse such data, as
+    torch does.
+    """
+    model = memnorm.convert(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), name)
+    layer, x = model[1], scale * randn(*SHAPE, seed=5)
+    model(randn(*SHAPE, seed=0).float())
+    layer(x.requires_grad_()).backward(torch.full(SHAPE, 1e60, dtype=torch.float64))
+    assert all(one.isfinite().all() for one in layer.buffers())
+    assert layer(randn(*SHAPE, seed=6).float()).isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDING if name not in ("mbn", "two_way")])
+def test_a_variance_beyond_half_precision_does_not_enter_half_precision_buffers(name):
+    layer = memnorm.convert(nn.BatchNorm2d(3), name).half()
+    for seed in range(2):
+        layer(3000 * randn(*SHAPE, seed=seed).half())
+    assert all(one.isfinite().all() for one in layer.buffers())
+
+
+def test_one_value_that_is_not_finite_leaves_two_way_memory_empty():
+    layer = memnorm.TwoWayBatchNorm2d(3)
+    layer(torch.full((1, 3, 1, 1), float("nan")))
+    assert float(layer.running_weight) == 0
+
+
+def test_instance_norm_gives_an_empty_output_for_an_empty_batch():
+    layer, x = memnorm.convert(nn.BatchNorm2d(3), "instance"), torch.zeros(0, 3, 5, 6, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (0, 3, 5, 6)
+
+
 def test_recalibrating_on_a_freed_storage_raises():
     x = randn(*SHAPE, seed=5).float()
     x.untyped_storage().resize_(0)

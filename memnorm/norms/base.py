@@ -7,7 +7,7 @@ remembers more than running statistics, `MEMORY` names its buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -185,9 +185,7 @@ class RunningNorm(Recording, _BatchNorm):
 
     def _store(self, mean: Tensor, var: Tensor, batches: int = 1) -> None:
         """Set the running statistics and count `batches`, unless they are not finite."""
-        finite = (mean.isfinite() & var.isfinite()).all()
-        for buffer, value in ((self.running_mean, mean), (self.running_var, var)):
-            buffer.copy_(torch.where(finite, value.to(buffer.dtype), buffer))
+        finite = store_finite((self.running_mean, self.running_var), (mean, var))
         self.num_batches_tracked.add_(finite * batches)
 
     def reset_running_stats(self) -> None:
@@ -298,6 +296,17 @@ def blend(old: Tensor, new: Tensor, share: Tensor | float) -> Tensor:
     dtype = statistics_dtype(old.dtype)
     weight = share.to(dtype) if isinstance(share, Tensor) else share
     return torch.lerp(old.to(dtype), new.to(dtype), weight)
+
+
+def store_finite(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Write the values in place if all are finite in the dtypes of the buffers, which may be narrower. Return True if
+    they are.
+    """
+    narrow = [value.to(buffer.dtype) for buffer, value in zip(buffers, values, strict=True)]
+    finite = torch.stack([value.isfinite().all() for value in narrow]).all()
+    for buffer, value in zip(buffers, narrow, strict=True):
+        buffer.copy_(torch.where(finite, value, buffer))
+    return finite
 
 
 def restored(layer: RunningNorm) -> _BatchNorm:

@@ -176,9 +176,10 @@ class CrossIterationBatchNorm(RunningNorm):
             return
         source, x = self._feed
         slope_GF, slope_CF = slopes(source, x, batch)
-        finite = finite & slope_GF.isfinite().all() & slope_CF.isfinite().all()
-        linear = self._linear(source.layer, slope_GF[None], slope_CF[None], self.memory_mean.dtype)
-        newest = (batch.mean, batch.var, linear[0][0], linear[1][0], slope_GF, slope_CF)
+        dtype = self.memory_mean.dtype
+        linear = self._linear(source.layer, slope_GF[None], slope_CF[None], dtype)
+        newest = [one.to(dtype) for one in (batch.mean, batch.var, linear[0][0], linear[1][0], slope_GF, slope_CF)]
+        finite = finite & torch.stack([one.isfinite().all() for one in newest]).all()
         for name, value in zip(self.MEMORY, newest, strict=False):
             rows, at = self.get_buffer(name), self.memory_next[None]
             rows.index_copy_(0, at, torch.where(finite, value[None].to(rows.dtype), rows.index_select(0, at)))

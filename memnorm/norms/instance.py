@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -27,6 +28,8 @@ class InstanceNorm(_InstanceNorm):
         if isinstance(input, fx.Proxy):
             return as_leaf(self, input)
         self._check_input_dim(input)
+        if not input.numel():  # torch's instance norm raises for a batch without images, its batch norm does not
+            return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
         return self._apply_instance_norm(input)
 
     def _check_input_dim(self, input: Tensor) -> None:

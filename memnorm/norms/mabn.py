@@ -127,7 +127,7 @@ class MovingAverageBatchNorm(RunningNorm):
 
     def _record(self, batch: Any, state: Moments) -> None:
         square = _square(batch)
-        finite = square.isfinite().all()
+        finite = square.to(self.memory_square.dtype).isfinite().all()
         self._write(torch.zeros_like(square), batch.average)
         self._push(self.memory_square, self.memory_square_images, square, self._images(batch), finite)
         count_up(self.memory_steps, finite, max(self.warmup, self.correct_after))
@@ -136,7 +136,7 @@ class MovingAverageBatchNorm(RunningNorm):
         """Ψ̄ for the backward of a batch. Ψ is recorded in the buffers of the forward."""
         average = torch.where(settled, window_mean(product, images, rows, counts, self.window), product)
         if self.recording:
-            self._push(rows, counts, product, images, product.isfinite().all())
+            self._push(rows, counts, product, images, product.to(rows.dtype).isfinite().all())
         return average
 
     @staticmethod

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from memnorm.errors import OptionError, is_number
 from memnorm.functional import Moments, batch_moments, normalize, snapshot
-from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, blend
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, blend, store_finite
 from memnorm.norms.brn import check_total_steps
 
 AVERAGES = {"momentum_mean": "running_mean", "momentum_var": "running_var"}
@@ -83,9 +82,8 @@ class MomentumBatchNorm(RunningNorm):
     def _record(self, batch: Moments, state: Moments) -> None:
         size = int(batch.weight)
         now = 1 - self.past_share(size)
-        finite = (batch.mean.isfinite() & batch.var.isfinite()).all()
-        for buffer, value in ((self.momentum_mean, batch.mean), (self.momentum_var, batch.var)):
-            buffer.copy_(torch.where(finite, blend(buffer, value, now).to(buffer.dtype), buffer))
+        averages = (self.momentum_mean, self.momentum_var)
+        store_finite(averages, [blend(one, value, now) for one, value in zip(averages, batch[:2], strict=True)])
         share = self._share(self.num_batches_tracked)
         if self.momentum is not None:
             share = 1 - (1 - share) ** (size / self.ideal_batch_size)

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from memnorm.errors import OptionError, is_number
 from memnorm.functional import Moments, constant_moments, count_per_channel, statistics_dtype
 from memnorm.kernels import cpu
-from memnorm.norms.base import RunningNorm, require_recording
+from memnorm.norms.base import RunningNorm, require_recording, store_finite
 
 COMPENSATIONS = ("layer_scaling", "clamp", None)
 
@@ -138,9 +138,7 @@ class OnlineNorm(RunningNorm):
             u = u + (mean_g[t] - gain * v * mean_y[t]) / scale[t] - gain * u
             v = v + mean_gy[t] - gain * v * mean_yy[t]
         if self.recording:
-            finite = (u.isfinite() & v.isfinite()).all()
-            for control, value in zip(controls, (u, v), strict=True):
-                control.copy_(torch.where(finite, value.to(control.dtype), control))
+            store_finite(controls, (u, v))
         return torch.stack(us), torch.stack(vs)
 
 

@@ -155,8 +155,9 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     @torch.no_grad()
     def _remember(self, batch: Moments) -> None:
         if not isinstance(batch.weight, Tensor) and batch.weight == 1 and self.momentum is not None:
-            # What the value was merged with is remembered as well. Not copy_: see `_merge_backward`.
-            foreach_copy_([self.running_weight], [self._weight_of_one()])
+            # What a finite value was merged with is remembered as well. Not copy_: see `_merge_backward`.
+            weight = torch.where(batch.mean.isfinite().all(), self._weight_of_one(), self.running_weight)
+            foreach_copy_([self.running_weight], [weight])
         super()._remember(batch)
 
     def _record(self, batch: Moments, x: Tensor) -> None:
