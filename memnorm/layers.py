@@ -466,6 +466,11 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         cpu.require_memory(residual)
         if torch.jit.is_tracing():  # its sizes are tensors
             return
+        if residual.is_complex() or (residual.dim() and residual.device != x.device):
+            raise InputError(
+                f"{self._name}: residual must be real and on the input's device {x.device}; got {residual.dtype} on "
+                f"{residual.device}"
+            )
         sizes = zip(reversed(residual.shape), reversed(x.shape), strict=False)
         if residual.dim() > x.dim() or any(one not in (1, size) for one, size in sizes):
             raise InputError(
@@ -581,8 +586,15 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             self._buffers.update({name: self.get_buffer(name).to(dtype) for name in self.statistics})
         if self.strength is not None and self.strength.device.type != "mps":
             self.strength = self.strength.double()
+        if is_real(self.strength) and not 0 <= float(self.strength) <= 1:
+            warn(
+                f"{prefix}strength: the checkpoint has {float(self.strength):g}, which does not lie in [0, 1]; the "
+                f"layer uses {self._initial_strength:g}"
+            )
+            self.strength = self.strength.clone()  # it may belong to the checkpoint
+            self.set_strength(self._initial_strength)
         if is_real(self.running_mean) and self._drop_nonfinite():
-            warn(f"{prefix.rstrip('.') or self._name}: statistics of the checkpoint that are not finite were dropped")
+            warn_of_dropped(prefix.rstrip(".") or self._name)
 
     def _drop_nonfinite(self) -> bool:
         """Drop remembered entries that are not finite: with one of them, nothing could be recorded any more."""
@@ -643,6 +655,10 @@ def check_eps(name: str, eps: float) -> None:
     """Raise torch's error where torch does."""
     if not eps > 0:
         raise ValueError(f"{name}: batch_norm eps must be positive during training, but got {eps}")
+
+
+def warn_of_dropped(layer: str) -> None:
+    warn(f"{layer}: statistics that are not finite were dropped; recording starts again without them")
 
 
 def check_strength(strength: float) -> float:

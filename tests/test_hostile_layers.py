@@ -46,9 +46,11 @@ def assert_unchanged(layer, before):
         ({"activation": "relu", "residual": torch.zeros(4, 3, 5, 7)}, InputError),
         ({"activation": "relu", "residual": torch.zeros(2, 4, 3, 5, 6)}, InputError),
         ({"residual": "a"}, InputError),
+        ({"residual": torch.zeros(SHAPE, device="meta")}, InputError),
+        ({"activation": "relu", "residual": torch.zeros(SHAPE, dtype=torch.complex64)}, InputError),
         ({"activation": "tanh"}, ValueError),
     ],
-    ids=["wrong shape", "too many dimensions", "no tensor", "activation"],
+    ids=["wrong shape", "too many dimensions", "no tensor", "another device", "complex", "activation"],
 )
 def test_a_forward_that_fails_records_nothing(arguments, error, name, backend):
     layer = trained(name)
@@ -231,6 +233,21 @@ def test_an_eps_that_is_not_positive_raises_torchs_error_in_training(name, eps):
     assert_unchanged(layer, before)
 
 
+@pytest.mark.parametrize("name", ["group", "layer", "instance"])
+def test_a_batch_norm_whose_eps_is_not_positive_is_not_converted(name):
+    plain = nn.BatchNorm2d(4, eps=-1.0)
+    with pytest.raises(ValueError, match="eps must be a positive number"):
+        memnorm.convert(plain, name)
+
+
+@pytest.mark.parametrize("name", ["evonorm_s0", "frn"])
+def test_an_eps_set_later_that_is_not_positive_raises(name):
+    layer = memnorm.convert(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU()), name)[0]
+    layer.eps = -1.0
+    with pytest.raises(ValueError, match="eps must be a positive number"):
+        layer(randn(4, 4, 5, 6, seed=0).float())
+
+
 def test_negative_bits_of_parameters_and_buffers_are_read():
     plain, odd = trained(), trained()
     negated = torch.complex(torch.zeros(3), -plain.weight.detach()).conj().imag
@@ -241,6 +258,38 @@ def test_negative_bits_of_parameters_and_buffers_are_read():
     x = randn(*SHAPE, seed=5).float()
     torch.testing.assert_close(odd(x), plain(x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(odd.running_mean, plain.running_mean, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*RECORDING, "cbn"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("assign", [False, True])
+def test_every_floating_entry_of_a_checkpoint_may_be_damaged(name, value, assign):
+    saved = state(trained(name))
+    for entry in [key for key, one in saved.items() if one.is_floating_point() and one.numel()]:
+        if entry in ("weight", "bias"):
+            continue
+        checkpoint = copy.deepcopy(saved)
+        checkpoint[entry].view(-1)[0] = value
+        damaged = copy.deepcopy(checkpoint)
+        layer = memnorm.convert(nn.BatchNorm2d(3), name)
+        with pytest.warns(MemnormWarning, match="not finite were dropped|does not lie in"):
+            layer.load_state_dict(checkpoint, assign=assign)
+        torch.testing.assert_close(checkpoint[entry], damaged[entry], equal_nan=True)
+        assert all(one.isfinite().all() for one in layer.buffers()), entry
+        before = int(layer.num_batches_tracked)
+        assert layer(randn(*SHAPE, seed=5).float()).isfinite().all()
+        assert int(layer.num_batches_tracked) == before + 1
+
+
+@pytest.mark.parametrize("name", [*RECORDING, "cbn"])
+def test_converting_a_batch_norm_with_nan_statistics_drops_them(name):
+    plain = nn.BatchNorm2d(3)
+    plain.running_var[1] = float("nan")
+    with pytest.warns(MemnormWarning, match="not finite were dropped"):
+        layer = memnorm.convert(plain, name)
+    assert plain.running_var[1].isnan()
+    assert layer(randn(*SHAPE, seed=5).float()).isfinite().all()
+    assert int(layer.num_batches_tracked) == 1
 
 
 @pytest.mark.parametrize(

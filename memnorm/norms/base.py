@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from memnorm.errors import DTypeError, InputError, MemnormError, OptionError, is_number, is_whole
 from memnorm.functional import Moments, constant_moments, count_per_channel, snapshot, statistics_dtype
 from memnorm.kernels import cpu
-from memnorm.layers import Recording, check_eps
+from memnorm.layers import Recording, check_eps, warn_of_dropped
+from memnorm.modules import is_real
 from memnorm.recompute import Readings, inside_backward
 
 # What the registry says of a norm with torch's running statistics that needs the variance of the batch.
@@ -90,6 +91,8 @@ class RunningNorm(Recording, _BatchNorm):
         new._activated = has_activation(layer)
         default = layer.momentum if cls.MOMENTUM is ... else cls.MOMENTUM
         new._set_up(default if momentum is ... else momentum, options)
+        if new._drop_nonfinite():
+            warn_of_dropped(type(layer).__name__)
         return new
 
     def _set_up(self, momentum: Any, options: dict[str, Any]) -> None:
@@ -209,12 +212,25 @@ class RunningNorm(Recording, _BatchNorm):
         if prefix + "running_mean" in state_dict and not any(prefix + name in state_dict for name in self.MEMORY):
             self._complete_plain_state(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if self._drop_nonfinite():
+            warn_of_dropped(prefix.rstrip(".") or type(self).__name__)
 
     def _complete_plain_state(self, state_dict: Any, prefix: str) -> None:
         """Add the entries that a checkpoint of plain batch norm does not have."""
         for name in self.MEMORY:
             if self._buffers.get(name) is not None:
                 state_dict[prefix + name] = torch.zeros_like(self.get_buffer(name))
+
+    def _drop_nonfinite(self) -> bool:
+        """Reset the statistics if some are not finite: nothing could be recorded any more."""
+        buffers: Any = self._buffers
+        floating = [one for one in buffers.values() if is_real(one) and one.is_floating_point()]
+        if all(bool(one.isfinite().all()) for one in floating):
+            return False
+        # Not in place: they may belong to a checkpoint or to the replaced layer.
+        buffers.update({name: one if one is None else one.clone() for name, one in buffers.items()})
+        self.reset_running_stats()
+        return True
 
     @property
     def _kept_readings(self) -> Readings:

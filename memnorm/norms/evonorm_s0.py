@@ -54,6 +54,7 @@ class EvoNormS0(BatchFreeNorm):
     def _forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self._affine(x)
+        check_eps("EvoNormS0", self.eps)
         if self.num_features // self.num_groups * spatial_count(x) < 2:
             raise InputError(
                 f"EvoNormS0: needs at least two values in each of its {self.num_groups} groups for a variance; got "

@@ -51,6 +51,7 @@ class FilterResponseNorm(BatchFreeNorm):
             nn.init.constant_(self.added_eps, 1e-4)
 
     def _forward(self, x: Tensor) -> Tensor:
+        check_eps("FilterResponseNorm", self.eps)
         if self.added_eps is None and spatial_count(x) == 1:
             raise InputError(
                 f"FilterResponseNorm: a single value per image and channel (shape {tuple(x.shape)}) would be "

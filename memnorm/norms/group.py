@@ -13,11 +13,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.norms.base import with_affine
-from memnorm.norms.batch_free import choose_groups
+from memnorm.norms.batch_free import check_eps, choose_groups
 
 
 def replace(layer: _BatchNorm, /, *, num_groups: int | None = None) -> nn.Module:
     """Replace a batch norm by group norm; for `num_groups`, see `choose_groups`."""
+
+    check_eps("group norm", layer.eps)
 
     def build(channels: int) -> nn.GroupNorm:
         return nn.GroupNorm(choose_groups(channels, num_groups), channels, eps=layer.eps, affine=layer.affine)

@@ -14,7 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from memnorm.errors import InputError
 from memnorm.norms.base import as_leaf, with_affine
-from memnorm.norms.batch_free import check_channels, spatial_count
+from memnorm.norms.batch_free import check_channels, check_eps, spatial_count
 
 
 class InstanceNorm(_InstanceNorm):
@@ -43,6 +43,7 @@ class InstanceNorm(_InstanceNorm):
 
 
 def replace(layer: _BatchNorm, /) -> nn.Module:
+    check_eps("InstanceNorm", layer.eps)
     return with_affine(layer, lambda channels: InstanceNorm(channels, eps=layer.eps, affine=layer.affine))
 
 

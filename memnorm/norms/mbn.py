@@ -13,7 +13,14 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memnorm.errors import InputError, OptionError
-from memnorm.layers import MemorizedBatchNorm, MemorizedBatchNorm1d, MemorizedBatchNorm2d, MemorizedBatchNorm3d
+from memnorm.layers import (
+    MemorizedBatchNorm,
+    MemorizedBatchNorm1d,
+    MemorizedBatchNorm2d,
+    MemorizedBatchNorm3d,
+    warn_of_dropped,
+)
+from memnorm.modules import is_real
 from memnorm.norms.base import has_activation, takes_over
 from memnorm.schedule import watch_strength
 
@@ -100,6 +107,8 @@ class Family(NamedTuple):
         new = takes_over(layer, self._class_for(layer))
         new._source_class = type(layer)
         new._install_memory(**{**self.options, **options})
+        if is_real(new.running_mean) and new._drop_nonfinite():
+            warn_of_dropped(type(layer).__name__)
         watch_strength(new)
         return cast(MemorizedBatchNorm, new)
 
