@@ -108,7 +108,7 @@ def _checked_entry(model: nn.Module, norm: Any, frozen: Any) -> norms.Norm | Non
     refuse_wrapped(model, "convert")
     if not (isinstance(norm, str) or callable(norm)):
         raise OptionError(f"convert: norm must be a name or a function (num_features, **options); got {norm!r}")
-    if frozen not in ("keep", "convert"):
+    if not isinstance(frozen, str) or frozen not in ("keep", "convert"):
         raise OptionError(f"convert: frozen must be 'keep' or 'convert'; got {frozen!r}")
     entry = norms.get(norm) if isinstance(norm, str) else None
     reason = entry.refuse(model) if entry and entry.refuse else None

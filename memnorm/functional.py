@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memnorm._torch import SingleLevelFunction
-from memnorm.errors import InputError
+from memnorm.errors import InputError, OptionError, is_number
 from memnorm.kernels import cpu, cuda
 
 
@@ -140,6 +140,12 @@ def memorized_batch_norm(
     for name, one in vectors.items():
         if not isinstance(one, Tensor) and not (one is None and name in ("weight", "bias")):
             raise InputError(f"memorized_batch_norm: {name} must be a tensor; got {one!r}")
+    if x.dim() < 2:
+        raise InputError(f"memorized_batch_norm: expected input (N, C, …), got shape {tuple(x.shape)}")
+    if not isinstance(memory_weight, Tensor) and not is_number(memory_weight):
+        raise OptionError(f"memorized_batch_norm: memory_weight must be a number or a tensor; got {memory_weight!r}")
+    if not is_number(eps) or not eps > 0:
+        raise OptionError(f"memorized_batch_norm: eps must be a positive number; got {eps!r}")
     memory = Moments(memory_mean, memory_var, memory_weight)
     if not reads_at_once(x, memory_mean):
         memory = Moments(snapshot(memory_mean), snapshot(memory_var), memory_weight)

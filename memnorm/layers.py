@@ -618,7 +618,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
     def _complete_checkpoint(self, state: MutableMapping[str, Any], prefix: str) -> None:
         """Make the entries of a plain batch norm, or of another memory size, fit the layer."""
         mean = state.get(prefix + "running_mean")
-        if mean is None:
+        if not isinstance(mean, Tensor):
             return
         if prefix + "running_weight" not in state:
             for name in self.memory_buffers:

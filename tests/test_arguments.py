@@ -12,6 +12,7 @@ from torch import nn
 import memnorm
 from memnorm import StrengthSchedule, convert, recalibrate
 from memnorm.errors import DTypeError, InputError, MemnormError, NothingToConvert, OptionError
+from memnorm.functional import memorized_batch_norm
 
 Layer = memnorm.MemorizedBatchNorm2d
 
@@ -30,6 +31,16 @@ def enter(context):
         pass
 
 
+def memorized(x=None, **arguments):
+    x, vector = images(4, seed=0) if x is None else x, torch.ones(3)
+    return memorized_batch_norm(
+        x,
+        **{"weight": None, "bias": None, "memory_mean": vector, "memory_var": vector}
+        | {"memory_weight": 1.0}
+        | arguments,
+    )
+
+
 OPTIONS = {
     "prior_weight too large for a float": (lambda: Layer(3, prior_weight=10**400), "prior_weight must be zero or"),
     "memory_size too large for torch": (
@@ -45,6 +56,12 @@ OPTIONS = {
     "frn with num_features": (lambda: convert(plain(), "frn", num_features=1), "unknown option num_features"),
     "layer with layer": (lambda: convert(plain(), "layer", layer=1), "it has no options"),
     "a factory without the option": (lambda: convert(plain(), lambda c, a=1: None, b=1), "its options are a$"),
+    "frozen an array": (lambda: convert(plain(), frozen=np.array([1, 2])), "frozen must be 'keep' or 'convert'"),
+    "learned_eps a word": (lambda: convert(plain(), "frn", learned_eps="no"), "learned_eps must be True or False"),
+    "the weight of a memory None": (lambda: memorized(memory_weight=None), "memory_weight must be a number"),
+    "the weight of a memory too large": (lambda: memorized(memory_weight=10**400), "memory_weight must be a number"),
+    "eps None": (lambda: memorized(eps=None), "eps must be a positive number"),
+    "eps zero": (lambda: memorized(eps=0.0), "eps must be a positive number"),
     "center an array": (lambda: memnorm.center(small_net(), np.array([1, 2])), "mode must be"),
     "two_way with center an array": (lambda: convert(plain(), "two_way", center=np.array([1, 2])), "center must be"),
     "total_steps too large": (lambda: StrengthSchedule(Layer(3), 10**20), "total_steps must be a positive number"),
@@ -92,6 +109,20 @@ def test_an_argument_of_a_wrong_type_raises_a_dtype_error(call, message):
 def test_a_batch_without_input_raises_an_input_error(batch):
     with pytest.raises(InputError, match="has no input: a batch is the input, a tuple or list that starts with it"):
         recalibrate(plain(), [batch])
+
+
+def test_the_function_needs_a_dimension_of_channels():
+    with pytest.raises(InputError, match=r"expected input .*, got shape"):
+        memorized(torch.zeros(()))
+
+
+@pytest.mark.parametrize("name", ["mbn", "two_way", "mabn", "momentum_bn", "brn", "cbn"])
+@pytest.mark.parametrize("value", [None, 5, "a", []], ids=repr)
+def test_a_checkpoint_with_an_entry_that_is_no_tensor_raises_torchs_error(name, value):
+    layer = convert(plain(), name)
+    for checkpoint in (plain().state_dict(), layer.state_dict()):
+        with pytest.raises(RuntimeError, match="running_mean"):
+            layer.load_state_dict({**checkpoint, "running_mean": value})
 
 
 def test_a_batch_without_channels_raises_the_error_of_the_layer():

@@ -189,7 +189,7 @@ class CrossIterationBatchNorm(RunningNorm):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in ("memory_slope_mean", "memory_slope_var"):
             saved, own = state_dict.get(prefix + name), self._buffers.get(name)
-            if isinstance(saved, Tensor) and own is not None and saved.shape[0] == own.shape[0]:
+            if isinstance(saved, Tensor) and own is not None and saved.shape[:1] == own.shape[:1]:
                 self._remember(name, *saved.shape)  # this layer may not have run yet
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from memnorm.errors import InputError
+from memnorm.errors import InputError, OptionError
 from memnorm.functional import statistics_dtype
 from memnorm.norms.activations import absorb
 from memnorm.norms.batch_free import BatchFreeNorm, check_eps, fresh_layers, per_channel, spatial_count
@@ -39,6 +39,8 @@ class FilterResponseNorm(BatchFreeNorm):
 
     def _add_state(self, device: Any, dtype: Any) -> None:
         check_eps("FilterResponseNorm", self.eps)
+        if not isinstance(self.learned_eps, bool):
+            raise OptionError(f"FilterResponseNorm: learned_eps must be True or False; got {self.learned_eps!r}")
         added = nn.Parameter(torch.empty((), device=device, dtype=dtype)) if self.learned_eps else None
         self.threshold = nn.Parameter(torch.empty(self.num_features, device=device, dtype=dtype))
         self.register_parameter("added_eps", added)

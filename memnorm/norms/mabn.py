@@ -156,7 +156,9 @@ class MovingAverageBatchNorm(RunningNorm):
 
     def _complete_plain_state(self, state_dict: Any, prefix: str) -> None:
         super()._complete_plain_state(state_dict, prefix)
-        state_dict[prefix + "running_mean"] = torch.zeros_like(state_dict[prefix + "running_mean"])
+        mean = state_dict[prefix + "running_mean"]
+        if isinstance(mean, Tensor):  # else torch raises
+            state_dict[prefix + "running_mean"] = torch.zeros_like(mean)
 
 
 def window_mean(newest: Tensor, images: int, rows_KC: Tensor, images_K: Tensor, window: int) -> Tensor:

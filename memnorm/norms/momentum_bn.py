@@ -92,8 +92,9 @@ class MomentumBatchNorm(RunningNorm):
     def _complete_plain_state(self, state_dict: Any, prefix: str) -> None:
         """A checkpoint of plain batch norm has one pair of averages, which initializes both pairs."""
         for name, source in AVERAGES.items():
-            if prefix + source in state_dict and self._buffers.get(name) is not None:
-                state_dict.setdefault(prefix + name, state_dict[prefix + source].clone())
+            saved = state_dict.get(prefix + source)
+            if isinstance(saved, Tensor) and self._buffers.get(name) is not None:
+                state_dict.setdefault(prefix + name, saved.clone())
 
 
 ENTRY: dict[str, Any] = {

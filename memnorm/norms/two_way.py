@@ -302,8 +302,9 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         this layer has counted no images.
         """
         begins = self.running_mean is not None and prefix + "num_updates" not in state_dict
-        if self.running_mean is not None and prefix + "running_mean" in state_dict:
-            device = state_dict[prefix + "running_mean"].device
+        saved = state_dict.get(prefix + "running_mean")
+        if self.running_mean is not None and isinstance(saved, Tensor):
+            device = saved.device
             for name in (*BACKWARD, "num_updates", "strength") if begins else ():
                 state_dict[prefix + name] = torch.zeros_like(self.get_buffer(name), device=device)
             state_dict.setdefault(prefix + "num_images", torch.zeros_like(self.num_images, device=device))
