@@ -1,9 +1,13 @@
-"""Batch normalization with a memory: Memorized Batch Normalization and Double-Forward for PyTorch.
+"""Batch norm for small batches, in PyTorch: a memory of recent batches, in forward and in backward.
 
-model = memnorm.convert(model)                            # every batch norm gets a memory, weights and statistics kept
+model = memnorm.convert(model, "two_way")                 # every batch norm gets a memory, weights and statistics kept
+deploy = memnorm.to_batchnorm(model)                      # plain torch.nn.BatchNorm again, same outputs in eval mode
+
+The method of the paper, Memorized Batch Normalization with Double-Forward:
+
+model = memnorm.convert(model, "mbn")
 memnorm.double_forward(model, optimizer)                  # the training loop stays as it is
 schedule = memnorm.StrengthSchedule(model, total_steps)   # then schedule.step() after optimizer.step()
-deploy = memnorm.to_batchnorm(model)                      # plain torch.nn.BatchNorm again, same outputs in eval mode
 """
 
 from memnorm import distributed as distributed
