@@ -41,8 +41,8 @@ Block = tuple[Tensor, Tensor]  # intensities and labels
 @functools.cache
 def hemisphere() -> Block:
     """Intensities in [0, 1] and a label per voxel (0 other, 1 grey, 2 white matter) of the left half."""
-    import nibabel  # type: ignore[import-not-found]
-    import nilearn  # type: ignore[import-not-found]
+    import nibabel
+    import nilearn
 
     folder = Path(nilearn.__file__).parent / "datasets/data"
     t1, grey, white = (
