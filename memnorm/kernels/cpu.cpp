@@ -212,6 +212,13 @@ PyObject *train(const LayerFields &layer, PyObject *const *tensors, PyObject *ra
     return two_way ? call.with(layer.layer, handle, !evenly) : call.with(Py_None, Py_None, false);
 }
 
+// The output of a pair (y, call).
+PyObject *output_of(PyObject *made) {
+    PyObject *y = PyTuple_GetItem(made, 0);
+    Py_INCREF(y);
+    return y;
+}
+
 // train(with_gradient, layer, ranks, x, activation, residual): the output of a layer in training, differentiable; or None.
 PyObject *py_train(PyObject *, PyObject *const *args, Py_ssize_t given) {
     if (!introduced() || !arity(given, 6)) return nullptr;
@@ -225,6 +232,7 @@ PyObject *py_train(PyObject *, PyObject *const *args, Py_ssize_t given) {
     PyObject *tensors[] = {x, weight.object, bias.object, residual};
     Ref made(train(layer, tensors, ranks, relu));
     if (!made || made.object == Py_None) return made.release();
+    if (!is_true(ask(torch.grad_enabled))) return output_of(made.object);
     return PyObject_CallFunctionObjArgs(with_gradient, x, weight.object, bias.object, residual, made.object, nullptr);
 }
 
