@@ -159,6 +159,7 @@ def test_underscores_in_flags_are_as_good_as_dashes(call):
 WRONG = {
     "train": [
         (["--batch-size", "x"], "Expected a whole number. Got value: x"),
+        (["--optimizer", "adam"], "Expected one of sgd, adamw. Got value: adam"),
         (["--batch-size", "0"], "batch_size must be at least 1; got 0"),
         (["--batchsize", "4"], "--batchsize"),
         (["--norm", "foo"], "there is no norm 'foo'"),

@@ -250,7 +250,7 @@ def test_numbers_and_names_that_no_file_can_hold_do_not_stop_the_report(tmp_path
     (runs / strange).mkdir()
     (runs / strange / "spec.yaml").write_text("model: [")
     found = report.collect([runs])
-    assert [problem.partition(":")[0] for problem in found.problems] == sorted([large.name, strange])
+    assert [problem.partition(":")[0] for problem in found.problems] == sorted([large.name, "pictures-\\udcff"])
     (written, *_) = report.write(found, tmp_path / "out")
     assert "pictures-\\udcff" in written.read_text(encoding="utf-8")
 
@@ -283,3 +283,11 @@ def test_every_cell_of_a_smoke_run_is_in_the_page(smoke, name):
     shown = text[text.index(f'id="table-{name}-smoke"') :]
     shown = shown[: shown.index("</table>")]
     assert shown.count('class="value"') == sum(cell.spec is not None for cell in tables.TABLES[name].cells)
+
+
+def test_the_name_of_a_folder_brings_no_escape_sequence_into_the_report(tmp_path):
+    fabricate(tmp_path / "runs", CELL.spec)
+    (tmp_path / "runs" / "\x1b[2Jred").mkdir()
+    (tmp_path / "runs" / "\x1b[2Jred" / "spec.yaml").write_text("model: [")
+    for file in report.write(report.collect([tmp_path / "runs"]), tmp_path / "out"):
+        assert b"\x1b" not in file.read_bytes(), file.name

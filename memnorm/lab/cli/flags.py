@@ -41,7 +41,11 @@ class Parser(jsonargparse.ArgumentParser):
     """Writes types in error messages as a user would."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        super().error(re.sub(r"a <class '(\w+)'>", lambda found: WORDS.get(found[1], found[1]), message), ex)
+        message = re.sub(r"a <class '(\w+)'>", lambda found: WORDS.get(found[1], found[1]), message)
+        message = re.sub(
+            r"a typing\.Literal\[(.*?)\]", lambda found: f"one of {found[1].replace(chr(39), '')}", message
+        )
+        super().error(message, ex)
 
 
 def parser(command: str, what: str, examples: str, positional: str = "") -> jsonargparse.ArgumentParser:

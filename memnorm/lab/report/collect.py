@@ -19,6 +19,7 @@ from memnorm.lab.paper import FIGURES, TABLES, Cell, Curve, Figure, Table
 from memnorm.lab.significance import Sample
 from memnorm.lab.spec import RunSpec
 from memnorm.lab.store import Store, StoredRun
+from memnorm.text import visible
 
 TITLE = "Memorized Batch Normalization: report of runs"
 NOT_RUN, NOT_APPLICABLE, UNAVAILABLE = "not run", "–", "norm not available"
@@ -215,7 +216,7 @@ def _read(roots: Sequence[Path | str]) -> tuple[list[StoredRun], list[str]]:
                 problems.append(f"{name}: two stores hold it with different results; the first by path is used")
             if name not in found or _reach(run) > _reach(found[name]):
                 found[name] = run
-        problems += [problem.replace(f"{root}/", "") for problem in store.problems]
+        problems += [visible(problem.replace(f"{root}/", "")) for problem in store.problems]
     return [found[name] for name in sorted(found)], sorted(problems)
 
 
