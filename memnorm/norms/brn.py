@@ -10,6 +10,7 @@ relaxed from (1, 0), which is batch norm, to (r_max, d_max) as batches are recor
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -43,10 +44,10 @@ class BatchRenorm(RunningNorm):
 
     def _install(self, **options: Any) -> None:
         r_max, d_max = options["r_max"], options["d_max"]
-        if not is_number(r_max) or not r_max >= 1:
-            raise OptionError(f"brn: r_max must be at least 1, which corrects no deviation; got {r_max!r}")
-        if not is_number(d_max) or not d_max >= 0:
-            raise OptionError(f"brn: d_max must be zero or positive, in standard deviations; got {d_max!r}")
+        if not is_number(r_max) or not 1 <= r_max < math.inf:
+            raise OptionError(f"brn: r_max must be finite and at least 1, which corrects no deviation; got {r_max!r}")
+        if not is_number(d_max) or not 0 <= d_max < math.inf:
+            raise OptionError(f"brn: d_max must be finite and not negative, in standard deviations; got {d_max!r}")
         check_total_steps("brn", options["total_steps"])
         super()._install(**options)
 

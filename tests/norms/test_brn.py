@@ -107,10 +107,12 @@ def test_statistics_that_have_settled_stay_to_the_last_bit():
 
 
 BAD = {
-    "r_max below 1": ({"r_max": 0.9}, "r_max must be at least 1"),
-    "r_max of text": ({"r_max": "3"}, "r_max must be at least 1"),
-    "r_max not a number": ({"r_max": float("nan")}, "r_max must be at least 1"),
-    "d_max negative": ({"d_max": -1}, "d_max must be zero or positive"),
+    "r_max below 1": ({"r_max": 0.9}, "r_max must be finite and at least 1"),
+    "r_max of text": ({"r_max": "3"}, "r_max must be finite and at least 1"),
+    "r_max not a number": ({"r_max": float("nan")}, "r_max must be finite and at least 1"),
+    "d_max negative": ({"d_max": -1}, "d_max must be finite and not negative"),
+    "r_max infinite": ({"r_max": float("inf")}, "r_max must be finite and at least 1"),
+    "d_max infinite": ({"d_max": float("inf")}, "d_max must be finite and not negative"),
     "total_steps zero": ({"total_steps": 0}, "total_steps must be the number of steps"),
     "total_steps broken": ({"total_steps": 10.5}, "total_steps must be the number of steps"),
 }
