@@ -19,7 +19,19 @@ def train(root, spec, *flags, torchrun_flags=()):
     """Start `memnorm train` under torchrun, and return the stored result and metrics."""
     config = root / "run.yaml"
     config.write_text(spec.as_yaml())
-    words = ["-m", "memnorm.lab", "train", "--config", str(config), "--runs", str(root), "--device", "cpu", *flags]
+    words = [
+        "-m",
+        "memnorm.lab",
+        "train",
+        "--config",
+        str(config),
+        "--trust-config",
+        "--runs",
+        str(root),
+        "--device",
+        "cpu",
+        *flags,
+    ]
     torchrun(*words, processes=2, flags=torchrun_flags)
     folder = Store(root).run(spec.but(processes=2))
     return folder.result(), folder.metrics()

@@ -69,7 +69,7 @@ def test_a_wheel_holds_the_kernels_for_every_python(source):
     assert "-cp310-abi3-" in built.name
     with zipfile.ZipFile(built) as archive:
         assert "memnorm/kernels/_cpu.abi3.so" in archive.namelist()
-    assert train(built) == "C++ kernels for the processor|3"
+    assert train(built) == "C++ kernels for the CPU|3"
 
 
 def test_without_a_compiler_a_wheel_is_built_and_computes_with_torch_operations(source):
@@ -121,7 +121,7 @@ def watched(name):
         looks[name, found is not None] += 1
         return found
     setattr(kernels, name, call)
-for name in ("know", "train_layer", "backward_layer"):
+for name in ("check", "train", "backward"):
     watched(name)
 layers = {2: memnorm.MemorizedBatchNorm1d, 3: memnorm.MemorizedBatchNorm1d, 4: memnorm.MemorizedBatchNorm2d,
           5: memnorm.MemorizedBatchNorm3d}
@@ -142,8 +142,8 @@ for shape, dtype, threads, size in itertools.product(shapes, kinds, (1, 2, 16), 
         for options in ({}, {"activation": "relu"}, {"activation": "relu", "residual": residual}):
             layer(y, **options).pow(2).sum().backward()
     assert layer.num_batches_tracked == 6
-usual = looks["train_layer", True], looks["backward_layer", True]
-assert min(usual) > 500 and looks["train_layer", False] and looks["know", True], looks
+usual = looks["train", True], looks["backward", True]
+assert min(usual) > 500 and looks["train", False] and looks["check", True], looks
 
 # What each look must survive: parameters that go, change or are frozen, arguments of other kinds, a layer that dies.
 def without(layer, weight, bias):
