@@ -174,10 +174,10 @@ for change, grad, residual in itertools.product(changes, (False, True), (None, t
             continue
         if y.requires_grad:
             torch.autograd.backward(y, torch.randn(4, 5, 3, 3))
-for arguments in ([None] * 6, [{}, {}, True, 1, 1, ()], [{"strength": 1}, {}, True, 1, 1, ()]):
+for arguments in ([None] * 6, [{}], [{"strength": 1}], [{name: 1 for name in layer._buffers}]):
     try:
-        kernels.know(*arguments)
-    except (TypeError, KeyError, AttributeError):
+        kernels.check(*arguments)
+    except TypeError:
         pass
 print("done")
 """
