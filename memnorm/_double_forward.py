@@ -31,7 +31,7 @@ from memnorm.errors import (
     is_whole,
     warn,
 )
-from memnorm.layers import Recording
+from memnorm.layers import MemorizedBatchNorm, Recording
 from memnorm.modules import has_skipped, modules_of, trains
 from memnorm.recompute import inside_backward, inside_function
 from memnorm.replay import (
@@ -45,7 +45,6 @@ from memnorm.replay import (
     replay,
     switch,
 )
-from memnorm.schedule import watch_strength
 from memnorm.stripped import check_kept
 from memnorm.updates import _counted_early, count_step_early
 
@@ -117,7 +116,9 @@ class DoubleForward:
         self._recorded_at_start = batches_recorded(model)
         self._names = list(named_recorders(model))
         self._claim_layers(model)
-        watch_strength(model)
+        for layer in model.modules():
+            if isinstance(layer, MemorizedBatchNorm):  # a copied one is not known yet
+                layer._notice_strength()
         self._handles = [
             model.register_forward_pre_hook(Hook(self, "_before_forward"), prepend=True, with_kwargs=True),
             model.register_forward_hook(Hook(self, "_after_forward"), with_kwargs=True),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, MutableMapping
 from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -44,6 +45,9 @@ from memnorm.functional import (
 from memnorm.kernels import cpu
 from memnorm.modules import is_real
 from memnorm.recompute import Readings, inside_backward
+
+# Layers before their first step: True if their statistics were trained, and their number of batches at the start.
+unchecked: WeakKeyDictionary[MemorizedBatchNorm, tuple[bool, int]] = WeakKeyDictionary()
 
 POOLED = ("running_mean", "running_var", "running_weight")
 SLOTS = ("memory_mean", "memory_var", "memory_count")
@@ -182,6 +186,12 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         self.register_buffer("memory_var", torch.zeros(slots, self.num_features, device=device, dtype=dtype))
         self.register_buffer("memory_count", torch.zeros(slots, device=device, dtype=dtype))
         self.register_buffer("strength", _scalar(self._initial_strength, device))
+        self._notice_strength()
+
+    def _notice_strength(self) -> None:
+        """Let the first optimizer step check the strength (`memnorm.schedule`). Only the paper's layers need that."""
+        if self.norm == MemorizedBatchNorm.norm and self not in unchecked and is_real(self.running_mean):
+            unchecked[self] = bool(self.running_mean.any()), int(self.num_batches_tracked)
 
     # Forward
 
@@ -595,6 +605,8 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
             self.set_strength(self._initial_strength)
         if is_real(self.running_mean) and self._drop_nonfinite():
             warn_of_dropped(prefix.rstrip(".") or self._name)
+        if unchecked.pop(self, None):
+            self._notice_strength()  # the checkpoint may be trained
 
     def _drop_nonfinite(self) -> bool:
         """Drop remembered entries that are not finite: with one of them, nothing could be recorded any more."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,17 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memnorm._torch import disable_dynamo
 from memnorm.errors import DTypeError, NothingToRecord, OptionError, check_module, is_whole, warn
-from memnorm.layers import MemorizedBatchNorm, check_strength
+from memnorm.layers import MemorizedBatchNorm, check_strength, unchecked
 from memnorm.milestones import in_steps
-from memnorm.modules import has_skipped, is_real, modules_of
+from memnorm.modules import has_skipped, modules_of
 from memnorm.stripped import ADVICE, check_kept
 
 PAPER_VALUES = (0.1, 0.5, 0.9)
-FIRST_BATCHES = 64  # a layer that has recorded more by its first step has loaded a checkpoint
 
 _scheduled: WeakSet[MemorizedBatchNorm] = WeakSet()
-# Layers before their first step: True if their statistics were trained, and their number of batches at the start.
-_unchecked: WeakKeyDictionary[MemorizedBatchNorm, tuple[bool, int]] = WeakKeyDictionary()
 
 
 class StrengthSchedule:
@@ -127,31 +123,18 @@ class StrengthSchedule:
             _scheduled.add(layer)
 
 
-def watch_strength(model: nn.Module) -> None:
-    """Warn at the first optimizer step if the paper's layers of `model` have a constant strength: no schedule, and more
-    than the strength that the schedule starts with. A model with trained statistics gets no warning.
-    """
-    _install_hook()
-    for layer in (one for one in model.modules() if isinstance(one, MemorizedBatchNorm)):
-        if layer.norm == MemorizedBatchNorm.norm and layer not in _unchecked and is_real(layer.running_mean):
-            _unchecked[layer] = bool(layer.running_mean.any()), int(layer.num_batches_tracked)
-
-
-@functools.cache
-def _install_hook() -> None:
-    register_optimizer_step_post_hook(_after_step)
-
-
 @disable_dynamo
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Check the layers that this optimizer trains and that have recorded their first batches."""
-    if not _unchecked or has_skipped(optimizer):
+    """Check the layers that this optimizer trains and that have recorded their first batches: warn if their strength is
+    constant, which means no schedule and more than the strength that the schedule starts with. A model with trained
+    statistics gets no warning.
+    """
+    if not unchecked or has_skipped(optimizer):
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    trained_here = [one for one in _unchecked if any(id(parameter) in held for parameter in one._parameters.values())]
-    recorded = {layer: int(layer.num_batches_tracked) - _unchecked[layer][1] for layer in trained_here}
-    layers = [layer for layer, batches in recorded.items() if batches > 0]
-    trained = [_unchecked.pop(layer)[0] or recorded[layer] > FIRST_BATCHES for layer in layers]
+    trained_here = [one for one in unchecked if any(id(parameter) in held for parameter in one._parameters.values())]
+    layers = [layer for layer in trained_here if int(layer.num_batches_tracked) > unchecked[layer][1]]
+    trained = [unchecked.pop(layer)[0] for layer in layers]
     constant = [float(one.strength) for one in layers if one not in _scheduled]
     if any(trained) or max(constant, default=0.0) <= PAPER_VALUES[0]:
         return
@@ -161,6 +144,9 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         "memnorm.StrengthSchedule(model, total_steps), and schedule.step() after optimizer.step(); or convert with "
         f"strength={PAPER_VALUES[0]}."
     )
+
+
+register_optimizer_step_post_hook(_after_step)
 
 
 def _as_list(values: Any, name: str) -> list[Any]:

@@ -1,5 +1,6 @@
 """The schedule of the strength: when it changes, its effect on the layers, how it resumes, the warning without it."""
 
+import copy
 import json
 
 import pytest
@@ -197,9 +198,30 @@ def test_a_constant_strength_warns_once_at_the_first_step(twice):
     assert len(seen) == 1
 
 
-def test_double_forward_warns_of_a_constant_strength_of_layers_that_were_not_converted():
-    with pytest.warns(memnorm.MemnormWarning, match=r"constant \(0\.4\)"):
-        train(small_net(lambda channels: memnorm.MemorizedBatchNorm2d(channels, strength=0.4)), twice=True)
+@each_scheme
+def test_a_constant_strength_warns_in_layers_that_were_not_converted(twice):
+    with pytest.warns(memnorm.MemnormWarning, match=r"constant \(0\.4\)") as seen:
+        train(small_net(lambda channels: memnorm.MemorizedBatchNorm2d(channels, strength=0.4)), twice=twice)
+    assert len(seen) == 1
+
+
+def test_double_forward_warns_of_a_constant_strength_in_a_copy():
+    with pytest.warns(memnorm.MemnormWarning, match=r"constant \(0\.5\)"):
+        train(copy.deepcopy(memnorm.convert(small_net())), twice=True)
+
+
+def test_a_constant_strength_warns_after_many_micro_batches():
+    model = memnorm.convert(small_net())
+    for seed in range(100):
+        model(images(2, seed=seed))
+    with pytest.warns(memnorm.MemnormWarning, match=r"constant \(0\.5\)"):
+        train(model, twice=False)
+
+
+def load_few_batches(model):
+    checkpoint = pretrained_net().state_dict()
+    checkpoint |= {name: torch.tensor(1) for name in checkpoint if name.endswith("num_batches_tracked")}
+    model.load_state_dict(checkpoint)
 
 
 SILENT = {
@@ -211,6 +233,7 @@ SILENT = {
     "small": (lambda: memnorm.convert(small_net(), strength=0.1), lambda model: None),
     "pretrained": (lambda: memnorm.convert(pretrained_net()), lambda model: None),
     "loaded": (lambda: memnorm.convert(small_net()), load_trained_statistics),
+    "built, then loaded": (lambda: small_net(memnorm.MemorizedBatchNorm2d), load_few_batches),
     "new layer in a pretrained model": (lambda: memnorm.convert(partly_pretrained()), lambda model: None),
     "two-way memory": (lambda: memnorm.convert(small_net(), "two_way", warmup=0), lambda model: None),
     "batch norm": (lambda: memnorm.convert(small_net(), "bn"), lambda model: None),

@@ -22,7 +22,6 @@ from memnorm.layers import (
 )
 from memnorm.modules import is_real
 from memnorm.norms.base import has_activation, takes_over
-from memnorm.schedule import watch_strength
 
 OPTIONS: dict[str, Any] = {"memory_size": 20, "decay": 0.9, "strength": 0.5}
 OPTIONS |= {"prior_weight": 1.0, "prior_from_init": False, "sync": False}
@@ -109,7 +108,6 @@ class Family(NamedTuple):
         new._install_memory(**{**self.options, **options})
         if is_real(new.running_mean) and new._drop_nonfinite():
             warn_of_dropped(type(layer).__name__)
-        watch_strength(new)
         return cast(MemorizedBatchNorm, new)
 
     def _class_for(self, layer: _BatchNorm) -> type[MemorizedBatchNorm]:
