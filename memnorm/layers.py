@@ -259,9 +259,10 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         compiling = torch.compiler.is_compiling()
         replaying = not compiling and inside_backward()
         memory = self._kept_readings.recall(constant_moments(input)) if replaying else None
-        if memory is None:
-            memory = self._read(count, reads_at_once(input, self.running_mean))
         backward = self._backward_memory()
+        if memory is None:
+            on_kernels = backward is None or backward.for_kernels is not None  # not with unusual buffers
+            memory = self._read(count, on_kernels and reads_at_once(input, self.running_mean))
         output, batch = normalize_with_memory(input, self.weight, self.bias, memory, self.eps, backward)
         self._after_forward(input, batch, memory, compiling, replaying)
         return output

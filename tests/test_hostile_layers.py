@@ -248,6 +248,19 @@ def test_an_eps_set_later_that_is_not_positive_raises(name):
         layer(randn(4, 4, 5, 6, seed=0).float())
 
 
+@pytest.mark.parametrize("buffer", ["running_mean", "running_var", "backward_product"])
+def test_a_buffer_with_gaps_between_its_values_trains_as_a_dense_one(buffer):
+    dense, odd = (memnorm.TwoWayBatchNorm2d(3, warmup=0) for _ in range(2))
+    setattr(odd, buffer, torch.stack([getattr(odd, buffer)] * 2, 1)[:, 0])
+    for seed in range(3):
+        x = [randn(*SHAPE, seed=seed).float().requires_grad_() for _ in range(2)]
+        for layer, data in zip((dense, odd), x, strict=True):
+            (layer(data) * randn(*SHAPE, seed=9).float()).sum().backward()
+        torch.testing.assert_close(x[0].grad, x[1].grad, rtol=1e-5, atol=1e-5)
+    for name, value in dense.state_dict().items():
+        torch.testing.assert_close(odd.state_dict()[name], value, rtol=1e-5, atol=1e-5)
+
+
 def test_negative_bits_of_parameters_and_buffers_are_read():
     plain, odd = trained(), trained()
     negated = torch.complex(torch.zeros(3), -plain.weight.detach()).conj().imag
