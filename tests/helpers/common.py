@@ -82,12 +82,12 @@ def labels(count: int, *, seed: int) -> Tensor:
     return torch.randint(0, 5, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def assert_same_state(ours: nn.Module, other: nn.Module, *, atol: float = 0.0) -> None:
+def assert_same_state(ours: nn.Module, other: nn.Module, *, atol: float = 0.0, rtol: float = 0.0) -> None:
     """Equal parameters and buffers, by name."""
     assert list(ours.state_dict()) == list(other.state_dict())
     for name, value in ours.state_dict().items():
         torch.testing.assert_close(
-            value, other.state_dict()[name], rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+            value, other.state_dict()[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
         )
 
 

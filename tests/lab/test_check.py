@@ -39,6 +39,7 @@ def test_the_layers_and_algorithm_1_equal_their_equations_in_float64():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch about itself
 def test_compiled_layers_pass_on_the_cpu():
     compiled = [one for one in check.all_checks() if one not in QUICK and "compiled" in one.what]
     assert set(outcomes(compiled).values()) == {"passed"}

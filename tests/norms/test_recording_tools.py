@@ -89,7 +89,7 @@ def test_a_compiled_training_is_the_eager_one_and_compiles_in_the_first_step_onl
         trained(compiled, [seed])
         seen.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
     assert seen == [seen[0]] * 4
-    assert_same_state(inner, eager, atol=1e-5)
+    assert_same_state(inner, eager, atol=1e-5, rtol=1e-7)  # W is some hundreds: atol is below float32
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
