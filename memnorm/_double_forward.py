@@ -80,7 +80,12 @@ def double_forward(
 
 
 class DoubleForward:
-    """The handle of `double_forward`."""
+    """The handle of `double_forward`.
+
+    handle = memnorm.double_forward(model, optimizer)
+    ...
+    handle.remove()  # training goes on with a single forward
+    """
 
     def __init__(
         self,

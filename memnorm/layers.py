@@ -73,12 +73,15 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
     Args:
         num_features: channels C of an input (N, C, …).
-        memory_size: number of batches to remember; None remembers all of them, in constant space.
-        decay: factor by which a remembered batch loses weight with each batch that follows, in (0, 1].
+        memory_size: number of batches to remember; None remembers all of them, in constant space. With the default
+            decay the 20th batch has 12 % of its weight left, so more of them would change little.
+        decay: factor by which a remembered batch loses weight with each batch that follows, in (0, 1]; 0.9 is the
+            paper's.
         strength: weight of the whole memory against the current batch, in [0, 1]; 0 is plain batch norm in training.
-            A buffer: change it with `set_strength` or a `memnorm.StrengthSchedule`.
+            A buffer: change it with `set_strength` or a `memnorm.StrengthSchedule`, as the paper does. Without a
+            schedule it is constant.
         prior_weight: trained running statistics of a plain batch norm replace the memory until something is recorded;
-            this is their weight, in units of the current batch.
+            this is their weight, in units of the current batch. By default they weigh as much as the batch.
         prior_from_init: use the initial statistics (0, 1) in the same way, so that a first batch of one value per
             channel can be trained on.
         sync: take the batch of all processes together: True, or a process group. Every process must then call the
@@ -696,21 +699,30 @@ def _completed(output: Tensor, activation: str | None, residual: Tensor | None) 
 
 
 class MemorizedBatchNorm1d(MemorizedBatchNorm, nn.BatchNorm1d):
-    """Memorized batch norm over (N, C) or (N, C, L)."""
+    """Memorized batch norm over (N, C) or (N, C, L).
+
+    layer = memnorm.MemorizedBatchNorm1d(64)  # in place of nn.BatchNorm1d(64)
+    """
 
     plain_class = nn.BatchNorm1d
     ranks: tuple[int, ...] = (2, 3)
 
 
 class MemorizedBatchNorm2d(MemorizedBatchNorm, nn.BatchNorm2d):
-    """Memorized batch norm over (N, C, H, W)."""
+    """Memorized batch norm over (N, C, H, W).
+
+    layer = memnorm.MemorizedBatchNorm2d(64)  # in place of nn.BatchNorm2d(64)
+    """
 
     plain_class = nn.BatchNorm2d
     ranks: tuple[int, ...] = (4,)
 
 
 class MemorizedBatchNorm3d(MemorizedBatchNorm, nn.BatchNorm3d):
-    """Memorized batch norm over (N, C, D, H, W)."""
+    """Memorized batch norm over (N, C, D, H, W).
+
+    layer = memnorm.MemorizedBatchNorm3d(64)  # in place of nn.BatchNorm3d(64)
+    """
 
     plain_class = nn.BatchNorm3d
     ranks: tuple[int, ...] = (5,)

@@ -60,6 +60,9 @@ def named_recorders(model: nn.Module) -> dict[str, Recording]:
 def recording(model: nn.Module, on: bool) -> Iterator[None]:
     """Context manager that turns the recording of the layers of `model` on or off.
 
+        with memnorm.recording(model, False):
+            model(x)  # normalized as in training, and not remembered
+
     Layers in eval mode never record. Some norms ("two_way", "mabn") also record in backward: run the backward inside
     the context, too.
     """

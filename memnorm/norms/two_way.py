@@ -51,8 +51,9 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     Args:
         num_features: channels C of an input (N, C, …).
         decay: factor by which the memory loses weight with each update of the weights, in (0, 1]. None: by the images
-            per update, max(1/2, 1 − 1/4 · √(images / 32)). They are the images that the layer has recorded since the
-            last update, those of all processes with `sync`.
+            per update, max(1/2, 1 − 1/4 · √(images / 32)), because no single number was best for both small and
+            large updates. They are the images that the layer has recorded since the last update, those of all
+            processes with `sync`.
         strength: weight λ of the memory against the current batch, in [0, 1]; 0 is plain batch norm in training.
         warmup: number of updates over which λ grows linearly from 0 to `strength`. The first updates change every layer
             at once, so what is remembered then is soon outdated.
@@ -416,15 +417,24 @@ def _merge_backward(buffers: Sequence[Tensor], mean: Tensor, product: Tensor, we
 
 
 class TwoWayBatchNorm1d(TwoWayBatchNorm, MemorizedBatchNorm1d):
-    """Two-way memorized batch norm over (N, C) or (N, C, L)."""
+    """Two-way memorized batch norm over (N, C) or (N, C, L).
+
+    layer = memnorm.TwoWayBatchNorm1d(64)  # in place of nn.BatchNorm1d(64)
+    """
 
 
 class TwoWayBatchNorm2d(TwoWayBatchNorm, MemorizedBatchNorm2d):
-    """Two-way memorized batch norm over (N, C, H, W)."""
+    """Two-way memorized batch norm over (N, C, H, W).
+
+    layer = memnorm.TwoWayBatchNorm2d(64)  # in place of nn.BatchNorm2d(64)
+    """
 
 
 class TwoWayBatchNorm3d(TwoWayBatchNorm, MemorizedBatchNorm3d):
-    """Two-way memorized batch norm over (N, C, D, H, W)."""
+    """Two-way memorized batch norm over (N, C, D, H, W).
+
+    layer = memnorm.TwoWayBatchNorm3d(64)  # in place of nn.BatchNorm3d(64)
+    """
 
 
 class TwoWayBatchNormNd(TwoWayBatchNorm, mbn.MemorizedBatchNormNd):
