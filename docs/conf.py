@@ -28,6 +28,7 @@ html_theme = "furo"
 html_title = "memnorm"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 
