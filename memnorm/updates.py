@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memnorm._torch import current_graph_task_id, disable_dynamo, foreach_mul_, loss_scale, queue_callback, tree_leaves
 from memnorm.kernels import cpu
 from memnorm.modules import has_skipped
+from memnorm.recompute import inside_backward
 
 if TYPE_CHECKING:
     from memnorm.norms.two_way import TwoWayBatchNorm
@@ -38,6 +39,7 @@ _counted_early: WeakSet[Optimizer] = WeakSet()  # their running step has been co
 def watch(layer: TwoWayBatchNorm) -> None:
     """Let `layer` learn of updates from now on."""
     _install_hooks()
+    scaled_backward.leave_if_over()  # which has not scaled this layer
     _layers.add(layer)
 
 
@@ -174,8 +176,12 @@ class _ScaledBackward:
         if queue_callback is not None:
             queue_callback(self.leave)
 
+    def leave_if_over(self) -> None:
+        """Call this before a layer's memory is used, copied or saved: a backward that raises has no end."""
+        if self.scale is not None and not inside_backward():
+            self.leave()
+
     def leave(self) -> None:
-        """Also called before a layer's memory is used or saved: a backward that raises has no end."""
         if self.scale is not None:
             self._multiply(1 / self.scale)
             self.scale = None

@@ -1,6 +1,7 @@
 """How two-way layers learn of updates: every kind of training loop, without a line for it in the loop."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -269,6 +270,33 @@ def test_a_scaled_backward_that_raises_leaves_nothing_scaled(then):
     assert state["4.backward_product"].abs().max() < 10 * before.abs().max()
     assert torch.equal(state["4.backward_product"], net[4].backward_product)
     del optimizer
+
+
+def after_a_scaled_backward_that_raised(net, scaler):
+    handle = net[0].weight.register_hook(lambda _gradient: 1 / 0)
+    with memnorm.recording(net, False), pytest.raises(ZeroDivisionError):
+        scaler.scale(loss_of(net, 1)).backward()
+    handle.remove()
+    return net
+
+
+def test_a_model_pickled_after_a_scaled_backward_that_raised_is_not_scaled():
+    net, scaler = two_way(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss_of(net, 0).backward()
+    before = net[4].backward_product.clone()
+    pickled = pickle.dumps(after_a_scaled_backward_that_raised(net, scaler))
+    net.state_dict()
+    assert torch.equal(pickle.loads(pickled)[4].backward_product, before)
+
+
+def test_a_model_loaded_after_a_scaled_backward_that_raised_is_what_was_pickled():
+    net, scaler = two_way(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loss_of(net, 0).backward()
+    pickled, before = pickle.dumps(net), net[4].backward_product.clone()
+    after_a_scaled_backward_that_raised(net, scaler)
+    loaded = pickle.loads(pickled)
+    net.state_dict()
+    assert torch.equal(loaded[4].backward_product, before)
 
 
 def test_a_scale_of_zero_does_not_spoil_the_memory():

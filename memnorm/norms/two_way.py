@@ -40,7 +40,6 @@ from memnorm.layers import (
 )
 from memnorm.modules import is_real, version_of
 from memnorm.norms import mbn
-from memnorm.recompute import inside_backward
 
 BACKWARD = ("backward_mean", "backward_product", "backward_weight")  # A, Q, W_b
 
@@ -184,8 +183,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
 
     def _forward(self, input: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
         if self.training:
-            if updates.scaled_backward.scale is not None and not inside_backward():
-                updates.scaled_backward.leave()
+            updates.scaled_backward.leave_if_over()
             if not (self._has_run or torch.compiler.is_compiling()):
                 self.__dict__["_has_run"] = True
         return super()._forward(input, activation, residual)
@@ -321,14 +319,17 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         self._buffers.update({name: torch.zeros_like(one) for name, one in zip(BACKWARD, buffers, strict=True)})
         return True
 
+    def __getstate__(self) -> dict[str, Any]:
+        updates.scaled_backward.leave_if_over()
+        return super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.running_mean is not None:
             updates.watch(self)
 
     def _save_to_state_dict(self, *args: Any) -> None:
-        if not inside_backward():
-            updates.scaled_backward.leave()
+        updates.scaled_backward.leave_if_over()
         super()._save_to_state_dict(*args)
 
     def _note(self) -> str:
