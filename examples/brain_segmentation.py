@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import memnorm
 
-NORMS = {"BN": None, "instance": "instance", "group": "group", "MBN-2": "mbn"}
+NORMS = {"BN": None, "instance": "instance", "group": "group", "two-way": "two_way"}
 TRAIN, TEST = (slice(0, 48), slice(0, 76)), (slice(50, 98), slice(76, 116), slice(0, 94))  # left back, right front
 PATCH = 16
 
@@ -63,10 +63,6 @@ def patches(t1: Tensor, labels: Tensor, count: int, generator: torch.Generator) 
 def train(model: nn.Module, t1: Tensor, labels: Tensor, *, steps: int, batch_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
-    if any(isinstance(layer, memnorm.MemorizedBatchNorm3d) for layer in model.modules()):
-        memnorm.double_forward(model, optimizer)
-        schedule = memnorm.StrengthSchedule(model, steps)
-        optimizer.register_step_post_hook(lambda *_: schedule.step())
     for _ in range(steps):
         x, y = patches(t1, labels, batch_size, generator)
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""MBN in a loop of one's own: digits at batch size 4, one epoch.
+"""The paper's method in a plain loop: digits at batch size 4, one epoch.
 
 python examples/plain_loop.py
 """
