@@ -84,14 +84,6 @@ class Measurements:
         ]
         return markdown(head, rows)
 
-    def rivals(self) -> str:
-        """The cost of a training step with each norm."""
-        found = self._measured["bench"]["step"]["rivals"]
-        arms = sorted(found["arms"], key=lambda arm: arm["ratio"])
-        title = f"{found['model']}, batch size {found['batch_size']}"
-        rows = [(arm["name"], f"{arm['ratio']:.2f}", _quartiles(arm)) for arm in arms]
-        return markdown([title, "to BN", "quartiles"], rows)
-
     def processes(self) -> str:
         """What the ways of training in several processes cost."""
         record = self._measured["distributed"]
