@@ -123,7 +123,7 @@ def _replacements(
     """The new layer for each of these."""
     if entry and entry.refuse and any(map(is_frozen, layers)):  # `refuse` has not seen them
         raise OptionError(
-            f"convert: norm {norm!r} cannot replace frozen layers at once. Make them batch norms first: "
+            f"convert: norm {norm!r} cannot replace frozen layers directly. Make them batch norms first: "
             f'convert(convert(model, "bn", frozen="convert"), {norm!r})'
         )
     _check_options(norm, entry.replace if entry else norm, options)

@@ -84,7 +84,7 @@ class DoubleForward:
 
     handle = memnorm.double_forward(model, optimizer)
     ...
-    handle.remove()  # training goes on with a single forward
+    handle.remove()  # training continues with a single forward
     """
 
     def __init__(

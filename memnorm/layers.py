@@ -273,7 +273,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
     def _forward_jointly(self, x: Tensor, group: Any) -> Tensor:
         """A training forward whose batch is that of all processes of `group`, which all remember it."""
         batch = joint_moments(x.detach(), group)
-        if count_per_channel(x) < 2:  # so it is in every process if they have less than two together
+        if count_per_channel(x) < 2:  # true in every process if all together have fewer than two
             count = int(batch.weight)
             if count == 0:
                 return self._plain_forward(x)

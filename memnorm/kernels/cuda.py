@@ -70,7 +70,7 @@ def arranged(grad_y: Tensor, x: Tensor) -> Tensor:
 def reduce(grad_y: Tensor, x: Tensor, mean: Tensor, inv: Tensor) -> tuple[Tensor, Tensor]:
     """Σg and Σg(x − μ̂), in the dtype of the statistics.
 
-    Of these two, weight's and bias's gradients are made by the caller: the kernel would give them in weight's dtype,
+    The caller makes the gradients of weight and bias from these two: the kernel would give them in weight's dtype,
     and none for a bias without weight.
     """
     sum_g, sum_gx, _, _ = torch.batch_norm_backward_reduce(grad_y, x, mean, inv, None, True, False, False)

@@ -114,7 +114,7 @@ class _Run:
                 training.load_state(state["training"])
                 iteration, seconds = int(state["iteration"]), float(state["seconds"])
                 if not 0 < iteration < self.spec.iterations:
-                    raise ValueError(f"it is of iteration {iteration}, and the run has {self.spec.iterations}")
+                    raise ValueError(f"it was saved at iteration {iteration}, and the run has {self.spec.iterations}")
                 lines = [dict(line) for line in state["lines"]]
             except Exception as error:  # an older checkpoint may work
                 problem = error

@@ -53,7 +53,7 @@ def at_scale(spec: RunSpec, scale: str) -> RunSpec:
     if scale != "smoke":
         raise UsageError(f"scale must be one of {', '.join(SCALES)}; got {scale!r}")
     if spec.data not in SMOKE_CLASSES:
-        raise UsageError(f"scale smoke stands in for {', '.join(SMOKE_CLASSES)}; this run is on {spec.data!r}")
+        raise UsageError(f"scale smoke replaces {', '.join(SMOKE_CLASSES)}; this run is on {spec.data!r}")
     large = spec.data == "imagenet"
     options = {"classes": SMOKE_CLASSES[spec.data], "image_size": 64 if large else 32, "train": 12, "test": 6}
     batch_size = 2 if large else SMOKE_BATCH.get(spec.batch_size, min(spec.batch_size, 6))
