@@ -21,6 +21,7 @@ RATES = (0.1, 0.03, 0.01)
 HELD_OUT = 5_000  # training images that choose a learning rate
 TRIAL_SEED = 1000
 IMAGES = 48_000
+PAIR = ("BN", "two-way")  # run before the other arms
 SETTINGS = {"16 × 2": (2, 16), "2": (2, 1), "8": (8, 1), "32": (32, 1)}  # micro-batch, micro-batches per update
 
 
@@ -90,16 +91,17 @@ class Study:
     make: Callable[..., dict[str, Any]] = runner.run  # makes one run
 
     def specs(self, records: Records, failed: Collection[str] = ()) -> list[RunSpec]:
-        """What can be run now: first what the others start from, then the trials, then every arm seed by seed, so that
-        an unfinished study has pairs to compare. An arm with a trial that has `failed` (digests) is left out.
+        """What can be run now: first what the others start from, then the trials, then BN and two-way memory seed by
+        seed, then the other arms seed by seed, so that an unfinished study has pairs to compare. An arm with a trial
+        that has `failed` (digests) is left out.
         """
         found = list(self.before)
         if all(spec.digest in records for spec in found):
             trials = [trial for arm in self.arms for trial in arm.trials()]
             found += trials
             if all(trial.digest in records or trial.digest in failed for trial in trials):
-                runs = [arm.runs(records) for arm in self.arms]
-                found += [some[seed] for seed in range(max(map(len, runs))) for some in runs if seed < len(some)]
+                runs = [(arm.label not in PAIR, run.seed, run) for arm in self.arms for run in arm.runs(records)]
+                found += [run for *_, run in sorted(runs, key=lambda one: one[:2])]
         return list({spec.digest: spec for spec in found}.values())
 
     @property

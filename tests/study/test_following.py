@@ -58,7 +58,7 @@ def tiny(arm, iterations=8, evaluations=2):
 # the lists
 
 
-def test_a_study_begins_with_bn_and_two_way_at_micro_batches_of_2_and_ends_a_seed_before_the_next():
+def test_a_study_runs_bn_and_two_way_first_seed_by_seed():
     study = STUDIES["micro-batches"]
     records = finished(study, lambda arm, seed: 40.0, seeds=0)
     runs = [spec for spec in study.specs(records) if spec.digest not in records]
@@ -66,7 +66,8 @@ def test_a_study_begins_with_bn_and_two_way_at_micro_batches_of_2_and_ends_a_see
         ("bn", 2, 16, 0),
         ("two_way", 2, 16, 0),
     ]
-    assert [one.seed for one in runs] == [0] * 31 + [1] * 31 + [2] * 31
+    assert [one.seed for one in runs] == [0] * 12 + [1] * 12 + [2] * 12 + [0] * 19 + [1] * 19 + [2] * 19
+    assert {one.norm for one in runs[:36] if one.model == "resnet8"} == {"bn", "two_way"}
     assert {one.images_per_step for one in runs} == {32}
 
 
