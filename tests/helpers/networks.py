@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 
 from memnorm.lab import models
 
@@ -36,10 +35,6 @@ def outline(name, **request):
     """A network without memory, not to be changed."""
     with torch.device("meta"):
         return build(name, **request)
-
-
-def one_group(channels):
-    return nn.GroupNorm(1, channels)
 
 
 def layers(model, *kinds):

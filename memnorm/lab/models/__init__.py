@@ -1,10 +1,7 @@
-"""The networks of the paper by name, with `norm_layer=` for their norms; and your own, as `package.module:factory`.
+"""The networks of the paper by name, with batch norm; and your own, as `package.module:factory`.
 
-    build("resnet20", classes=10, image_shape=(3, 32, 32))
-    build("resnet50", classes=1000, image_shape=(3, 224, 224), norm_layer=lambda channels: nn.GroupNorm(32, channels))
-    build("mypackage.nets:make", classes=10, image_shape=(3, 32, 32))
-
-The same `torch.manual_seed` gives the same weights whatever the norm, as long as the norm draws no random numbers.
+build("resnet20", classes=10, image_shape=(3, 32, 32))
+build("mypackage.nets:make", classes=10, image_shape=(3, 32, 32))
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from torch import nn
 
 from memnorm.lab.errors import UsageError
 from memnorm.lab.models import cifar, imagenet, own
-from memnorm.lab.models.parts import NormLayer, Shape
+from memnorm.lab.models.parts import Shape
 from memnorm.text import suggestion
 
 DENSE = {"fcn": "memnorm.lab.models.cifar:fcn"}  # networks with an answer per pixel
@@ -30,7 +27,7 @@ SMALL_IMAGE = 64  # largest image of vgg16_cifar
 
 @dataclass(frozen=True)
 class Model:
-    """One entry of the registry. `build(classes, image_shape, norm_layer, **options)` makes the network.
+    """One entry of the registry. `build(classes, image_shape, **options)` makes the network.
 
     For images below `least_size`, no pixel would be left for the last convolution or pooling.
     """
@@ -63,7 +60,6 @@ def build(
     *,
     classes: int,
     image_shape: Shape,
-    norm_layer: NormLayer = nn.BatchNorm2d,
     outputs: tuple[int, ...] | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -73,12 +69,11 @@ def build(
         name: one of `available()`, `resnet` with a depth of 6n + 2, `fcn` (segmentation), or `package.module:factory`.
         classes: length of the output.
         image_shape: channels, height and width of the images it will see.
-        norm_layer: makes each norm from its number of channels.
         outputs: shape of the answer for one image, by default a value per class.
         options: of the model, such as `width` or `dropout`; of a factory of your own, anything it takes.
     """
     if ":" in name or name in DENSE:
-        return own.build(DENSE.get(name, name), classes, image_shape, norm_layer, options, outputs)
+        return own.build(DENSE.get(name, name), classes, image_shape, options, outputs or (classes,))
     if outputs not in (None, (classes,)):
         raise UsageError(
             f"model {name} gives a value per class for an image, and the task needs the shape {outputs}; "
@@ -97,7 +92,7 @@ def build(
             f"model {name} needs images of at least {model.least_size}×{model.least_size} pixels; got "
             f"{image_shape[1]}×{image_shape[2]}. Models for such images: {fitting or 'none'}."
         )
-    return model.build(classes, image_shape, norm_layer, **options)
+    return model.build(classes, image_shape, **options)
 
 
 def available() -> list[str]:

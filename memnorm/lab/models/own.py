@@ -19,20 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from memnorm.lab.errors import UsageError
-from memnorm.lab.models.parts import NormLayer, Shape
+from memnorm.lab.models.parts import Shape
 
 
-def build(
-    name: str,
-    classes: int,
-    image_shape: Shape,
-    norm_layer: NormLayer,
-    options: dict[str, Any],
-    outputs: tuple[int, ...] | None = None,
-) -> nn.Module:
-    """The network of a factory. `outputs` is the shape of its answer for one image; by default a value per class."""
+def build(name: str, classes: int, image_shape: Shape, options: dict[str, Any], outputs: tuple[int, ...]) -> nn.Module:
+    """The network of a factory. `outputs` is the shape of its answer for one image."""
     factory, attribute = imported("model", name), name.partition(":")[2]
-    arguments = _arguments(name, factory, classes, image_shape, norm_layer) | options
+    arguments = _arguments(factory, classes, image_shape) | options
     try:
         model = factory(**arguments)
     except Exception as error:
@@ -45,7 +38,7 @@ def build(
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"model {name}: a factory must return a torch.nn.Module; got {type(model).__name__}")
-    _check_output(name, model, outputs or (classes,), image_shape)
+    _check_output(name, model, outputs, image_shape)
     return model
 
 
@@ -92,9 +85,7 @@ def _module(what: str, module: str) -> Any:
         raise UsageError(f"{what}: importing {module} raised {_words(error)}") from error
 
 
-def _arguments(
-    name: str, factory: Callable[..., Any], classes: int, image_shape: Shape, norm_layer: NormLayer
-) -> dict[str, Any]:
+def _arguments(factory: Callable[..., Any], classes: int, image_shape: Shape) -> dict[str, Any]:
     """The arguments that the signature names. A signature with **kwargs gets `num_classes`, as torchvision's do."""
     try:
         parameters = list(inspect.signature(factory).parameters.values())
@@ -102,21 +93,9 @@ def _arguments(
         parameters = [inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)]
     named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    arguments: dict[str, Any] = {}
-    if "num_classes" in named or (anything and "classes" not in named):
-        arguments["num_classes"] = classes
-    elif "classes" in named:
-        arguments["classes"] = classes
-    if "in_channels" in named:
-        arguments["in_channels"] = image_shape[0]
-    if "norm_layer" in named or (anything and norm_layer is not nn.BatchNorm2d):
-        arguments["norm_layer"] = norm_layer
-    elif norm_layer is not nn.BatchNorm2d:
-        raise UsageError(
-            f"model {name}: the factory takes no norm_layer; give it one, or replace its batch norms with "
-            f"memnorm.convert"
-        )
-    return arguments
+    of_classes = "classes" if "classes" in named and "num_classes" not in named else "num_classes"
+    given = {of_classes: classes, "in_channels": image_shape[0], "norm_layer": nn.BatchNorm2d}
+    return {name: value for name, value in given.items() if name in named or (anything and name == of_classes)}
 
 
 def _check_output(name: str, model: nn.Module, outputs: tuple[int, ...], image_shape: Shape) -> None:
