@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from memnorm.lab.data import registry, transfer
+from memnorm.lab.data import files, registry
 from memnorm.lab.data.files import Download, File
 
 
@@ -35,8 +35,8 @@ PAGE = noise(5000)
 
 def impatient(monkeypatch: Any) -> None:
     """Transfers without pauses, in small chunks, and straight to the server."""
-    monkeypatch.setattr(transfer, "PAUSE", 0.0)
-    monkeypatch.setattr(transfer, "CHUNK", 512)
+    monkeypatch.setattr(files, "PAUSE", 0.0)
+    monkeypatch.setattr(files, "CHUNK", 512)
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)

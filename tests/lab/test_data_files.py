@@ -17,7 +17,7 @@ import pytest
 from helpers.data import PAGE, impatient, md5, noise, registered, serving, small_cifar10, tar, write
 
 from memnorm.lab import data
-from memnorm.lab.data import files, registry, transfer
+from memnorm.lab.data import files, registry
 from memnorm.lab.data.files import Download, File
 from memnorm.lab.errors import DataCorrupt, DataMissing, LabError
 
@@ -214,7 +214,7 @@ def test_loading_and_verifying_open_no_connection(tmp_path, monkeypatch):
     registered(monkeypatch, "cifar10", content)
     write(tmp_path, content)
     monkeypatch.setattr(socket, "create_connection", refuse)
-    monkeypatch.setattr(transfer, "_opener", refuse)
+    monkeypatch.setattr(files, "_opener", refuse)
     assert len(data.load("cifar10", tmp_path).train) == 20
     assert data.verify("cifar10", tmp_path) == []
     with pytest.raises(DataMissing):
@@ -245,7 +245,7 @@ def test_the_official_checksums_and_sizes_are_complete():
 
 def bring(site, target, **changes):
     settings = {"size": len(PAGE), "md5": md5(PAGE)} | changes
-    transfer.download(f"{site.url}/file.bin", target, **settings)
+    files.download(f"{site.url}/file.bin", target, **settings)
 
 
 def test_a_truncated_transfer_resumes(site, tmp_path):
@@ -257,7 +257,7 @@ def test_a_truncated_transfer_resumes(site, tmp_path):
 
 
 def test_a_transfer_that_keeps_breaking_is_given_up_and_the_next_call_resumes(site, tmp_path):
-    site.moods = ["cut", *["hang up"] * transfer.ATTEMPTS]
+    site.moods = ["cut", *["hang up"] * files.ATTEMPTS]
     with pytest.raises(LabError, match=r"1,000 bytes that arrived are kept"):
         bring(site, tmp_path / "file.bin")
     assert (tmp_path / "file.bin.part").read_bytes() == PAGE[:1000]
@@ -271,7 +271,7 @@ def test_a_server_that_always_cuts_at_the_same_place_and_knows_no_range_ends_the
     site.always = "stuck"
     with pytest.raises(LabError, match="the connection ended after 1,000 of 5,000 bytes"):
         bring(site, tmp_path / "file.bin")
-    assert len(site.asked) == 1 + transfer.ATTEMPTS
+    assert len(site.asked) == 1 + files.ATTEMPTS
 
 
 @pytest.mark.parametrize("mood", ["whole", "shifted", "silent"])
@@ -331,23 +331,23 @@ def test_without_a_network_the_error_says_which_url_and_where_to_put_the_file(tm
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/x.bin"
         with pytest.raises(LabError) as caught:
-            transfer.download(url, tmp_path / "x.bin", size=3, md5="abc")
+            files.download(url, tmp_path / "x.bin", size=3, md5="abc")
     assert url in str(caught.value)
     assert f"put the file at {tmp_path / 'x.bin'} by hand (MD5 abc)" in str(caught.value)
 
 
 def test_a_server_that_goes_silent_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(transfer, "TIMEOUT", 0.05)
+    monkeypatch.setattr(files, "TIMEOUT", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.bin"
         with pytest.raises(LabError, match="timed out"):
-            transfer.download(url, tmp_path / "x.bin", size=3, md5="abc")
+            files.download(url, tmp_path / "x.bin", size=3, md5="abc")
 
 
 @pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://127.0.0.1/x", "data:,abc"])
 def test_only_http_and_https_are_spoken(tmp_path, url):
     with pytest.raises(LabError, match="http or https"):
-        transfer.download(url, tmp_path / "x", size=3, md5="abc")
+        files.download(url, tmp_path / "x", size=3, md5="abc")
 
 
 def test_a_redirect_cannot_lead_to_another_protocol(site, tmp_path):
@@ -360,5 +360,5 @@ def test_a_proxy_of_the_environment_is_used(site, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", site.url)
     monkeypatch.delenv("no_proxy", raising=False)
     site.pages["http://data.invalid/file.bin"] = PAGE
-    transfer.download("http://data.invalid/file.bin", tmp_path / "file.bin", size=len(PAGE), md5=md5(PAGE))
+    files.download("http://data.invalid/file.bin", tmp_path / "file.bin", size=len(PAGE), md5=md5(PAGE))
     assert (tmp_path / "file.bin").read_bytes() == PAGE

@@ -4,7 +4,7 @@
     plan = order(data.train.labels, batch_size=128, iterations=1000, seed=0)
     for images, labels in data.train.batches(plan): ...        # float32, normalised, augmented
 
-    source ← {builtin, pictures ← folder} ← load        transfer ← files ← registry ← get, verify
+    source ← {builtin, pictures ← folder} ← load        files ← registry ← get, verify
 
 Only `get` opens a connection.
 """
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from memnorm.lab.data import files
+from memnorm.lab.data.files import Progress
 from memnorm.lab.data.plans import epoch_length, order, sweep
 from memnorm.lab.data.registry import DATA_SETS, DataSet
 from memnorm.lab.data.source import Data, Source
-from memnorm.lab.data.transfer import Progress
 from memnorm.lab.errors import DataMissing, UsageError
 from memnorm.text import suggestion
 

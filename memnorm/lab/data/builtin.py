@@ -122,7 +122,11 @@ def _cifar(content: bytes, name: str, key: str, classes: int) -> Split:
         raise DataCorrupt(f"{name} is not a pickle of arrays ({type(error).__name__}: {error}). Delete it.") from error
     if not isinstance(table, dict):
         raise DataCorrupt(f"{name} should hold a dictionary; it holds {type(table).__name__}")
-    pixels, labels = (_entry(table, wanted, name) for wanted in ("data", key))
+    # Python 2 wrote the keys as bytes, Python 3 as text.
+    pixels, labels = (table.get(wanted.encode(), table.get(wanted)) for wanted in ("data", key))
+    if pixels is None or labels is None:
+        missing = "data" if pixels is None else key
+        raise DataCorrupt(f"{name} has no entry {missing!r}")
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
         found = f"{pixels.dtype} {pixels.shape}" if isinstance(pixels, np.ndarray) else type(pixels).__name__
         raise DataCorrupt(f"{name}: images should be uint8 rows of 3,072 values; found {found}")
@@ -130,14 +134,6 @@ def _cifar(content: bytes, name: str, key: str, classes: int) -> Split:
         raise DataCorrupt(f"{name}: there should be a list of {len(pixels):,} labels")
     _check_labels(labels, classes, name)
     return torch.tensor(pixels).view(-1, 3, 32, 32), torch.tensor(labels)
-
-
-def _entry(table: dict[Any, Any], key: str, name: str) -> Any:
-    """Python 2 wrote the keys as bytes, Python 3 as text."""
-    value = table.get(key.encode(), table.get(key))
-    if value is None:
-        raise DataCorrupt(f"{name} has no entry {key!r}")
-    return value
 
 
 def _check_labels(labels: list[Any], classes: int, name: str) -> None:

@@ -112,7 +112,6 @@ def _identity(item: Any) -> Any:
 
 
 def folder(path: Path, *, name: str | None = None, image_size: int = 224) -> Data:
-    """The data set in a folder with train/ and val/ or test/."""
     (names, train), (test_names, test) = (_scan(path / split) for split in splits(path))
     if names != test_names:
         only = sorted(set(names) ^ set(test_names))
@@ -147,7 +146,6 @@ def splits(path: Path) -> tuple[str, str]:
 
 
 def problems(path: Path) -> list[str]:
-    """Problems of an image folder. Decodes every file."""
     try:
         data = folder(path)
     except LabError as error:
@@ -183,7 +181,6 @@ def _images(path: Path) -> list[str]:
 
 
 def _entries(path: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[os.DirEntry[str]]:
-    """The wanted entries of a folder that are not hidden."""
     try:
         with os.scandir(path) as found:
             return [entry for entry in found if not entry.name.startswith(".") and _holds(is_wanted, entry)]

@@ -49,7 +49,6 @@ class MaskedSource(Source):
 
 
 def folder(path: Path, *, image_size: int) -> Data:
-    """The data set in a folder of images and masks."""
     if not path.is_dir():
         raise DataMissing(f"there is no folder {path}. {SHAPE}")
     if (path / "train").is_dir():
@@ -70,7 +69,6 @@ def folder(path: Path, *, image_size: int) -> Data:
 
 
 def _pairs(path: Path) -> list[tuple[Path, Path]]:
-    """Image and mask files of equal names, sorted."""
     for name in ("images", "masks"):
         if not (path / name).is_dir():
             raise DataMissing(f"{path} has no folder {name}/. {SHAPE}")

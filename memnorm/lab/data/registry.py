@@ -12,8 +12,6 @@ from memnorm.lab.errors import DataCorrupt, DataMissing
 
 @dataclass(frozen=True)
 class DataSet:
-    """One line of `memnorm data list`."""
-
     name: str
     title: str
     about: str
@@ -33,7 +31,6 @@ class DataSet:
         return all((root / file.path).is_file() for file in self.files)
 
     def command(self, root: Path) -> str:
-        """The command that gets the data."""
         return f"memnorm data get {self.name} --data-root {shlex.quote(str(root))}"
 
     def missing(self, root: Path) -> DataMissing:
@@ -56,7 +53,14 @@ class DataSet:
             raise DataCorrupt(f"{error}. Replace it with\n    {self.command(root)}") from error
 
 
-_CIFAR_ABOUT = "50,000 training and 10,000 test images, 32×32 colour, {} classes; crop from 4 pixels of padding, mirror"
+def _cifar(classes: int, size: int, md5: str, *files: File) -> DataSet:
+    images = f"50,000 training and 10,000 test images, 32×32 colour, {classes} classes"
+    archive = f"cifar-{classes}-python.tar.gz"
+    download = Download(f"https://www.cs.toronto.edu/~kriz/{archive}", archive, size, md5, files)
+    return DataSet(
+        f"cifar{classes}", f"CIFAR-{classes}", f"{images}; crop from 4 pixels of padding, mirror", downloads=(download,)
+    )
+
 
 _FASHION_MNIST = (  # size and MD5 of the file, and of its content
     ("train-images-idx3", 26421880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d", 47040016, "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
@@ -73,43 +77,23 @@ DATA_SETS = {
             title="Handwritten digits",
             about="1,297 training and 500 test images, 8×8 grey, 10 classes; no augmentation; comes with scikit-learn",
         ),
-        DataSet(
-            name="cifar10",
-            title="CIFAR-10",
-            about=_CIFAR_ABOUT.format(10),
-            downloads=(
-                Download(
-                    "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-                    "cifar-10-python.tar.gz",
-                    170_498_071,
-                    "c58f30108f718f92721af3b95e74349a",
-                    (
-                        File("cifar-10-batches-py/data_batch_1", 31_035_704, "c99cafc152244af753f735de768cd75f"),
-                        File("cifar-10-batches-py/data_batch_2", 31_035_320, "d4bba439e000b95fd0a9bffe97cbabec"),
-                        File("cifar-10-batches-py/data_batch_3", 31_035_999, "54ebc095f3ab1f0389bbae665268c751"),
-                        File("cifar-10-batches-py/data_batch_4", 31_035_696, "634d18415352ddfa80567beed471001a"),
-                        File("cifar-10-batches-py/data_batch_5", 31_035_623, "482c414d41f54cd18b22e5b47cb7c3cb"),
-                        File("cifar-10-batches-py/test_batch", 31_035_526, "40351d587109b95175f43aff81a1287e"),
-                    ),
-                ),
-            ),
+        _cifar(
+            10,
+            170_498_071,
+            "c58f30108f718f92721af3b95e74349a",
+            File("cifar-10-batches-py/data_batch_1", 31_035_704, "c99cafc152244af753f735de768cd75f"),
+            File("cifar-10-batches-py/data_batch_2", 31_035_320, "d4bba439e000b95fd0a9bffe97cbabec"),
+            File("cifar-10-batches-py/data_batch_3", 31_035_999, "54ebc095f3ab1f0389bbae665268c751"),
+            File("cifar-10-batches-py/data_batch_4", 31_035_696, "634d18415352ddfa80567beed471001a"),
+            File("cifar-10-batches-py/data_batch_5", 31_035_623, "482c414d41f54cd18b22e5b47cb7c3cb"),
+            File("cifar-10-batches-py/test_batch", 31_035_526, "40351d587109b95175f43aff81a1287e"),
         ),
-        DataSet(
-            name="cifar100",
-            title="CIFAR-100",
-            about=_CIFAR_ABOUT.format(100),
-            downloads=(
-                Download(
-                    "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-                    "cifar-100-python.tar.gz",
-                    169_001_437,
-                    "eb9058c3a382ffc7106e4002c42a8d85",
-                    (
-                        File("cifar-100-python/train", 155_249_918, "16019d7e3df5f24257cddd939b257f8d"),
-                        File("cifar-100-python/test", 31_049_707, "f0ef6b0ae62326f3e7ffdfab6717acfc"),
-                    ),
-                ),
-            ),
+        _cifar(
+            100,
+            169_001_437,
+            "eb9058c3a382ffc7106e4002c42a8d85",
+            File("cifar-100-python/train", 155_249_918, "16019d7e3df5f24257cddd939b257f8d"),
+            File("cifar-100-python/test", 31_049_707, "f0ef6b0ae62326f3e7ffdfab6717acfc"),
         ),
         DataSet(
             name="fashion-mnist",
