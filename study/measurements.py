@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import geometric_mean
 from typing import Any
 
 from memnorm import norms
-from memnorm.lab.bench.clock import Target, geometric_mean
+from memnorm.lab.bench.clock import Target
 from memnorm.lab.significance import Sample, number
 
 Row = Mapping[str, Any]

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,36 +74,27 @@ def ratios(seconds: Mapping[str, list[float]]) -> list[Ratio]:
     return found
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    return statistics.geometric_mean(list(values))
-
-
 def busy(seconds: float = 1.0) -> float | None:
     """The share of CPU time that other processes use; None where the system does not report it."""
-    before = _cpu_times()
-    time.sleep(seconds)
-    after = _cpu_times()
-    if before is None or after is None:
-        return None
+    try:
+        before = _cpu_times()
+        time.sleep(seconds)
+        after = _cpu_times()
+    except (OSError, ValueError, IndexError):  # no Linux
+        return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None
     idle, total = after[0] - before[0], after[1] - before[1]
     return 1 - idle / max(total, 1)
 
 
-def _cpu_times() -> tuple[int, int] | None:
+def _cpu_times() -> tuple[int, int]:
     """Idle and total time of all CPUs since start, in ticks."""
-    try:
-        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    except (OSError, ValueError, IndexError):
-        return None
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     return fields[3] + fields[4], sum(fields[:8])
 
 
 def require_quiet() -> float | None:
     """The share of CPU time that others use; raises an error if it is too large for measurements."""
     share = busy()
-    if share is None:
-        cores = os.cpu_count() or 1
-        share = os.getloadavg()[0] / cores if hasattr(os, "getloadavg") else None
     if share is not None and share > QUIET:
         raise UsageError(
             f"the machine is busy ({100 * share:.0f} % of its CPU time is used by others): times measured now would "

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import memnorm
-from memnorm.lab.bench.clock import Target, geometric_mean, ratios, take_turns
+from memnorm.lab.bench.clock import Target, ratios, take_turns
 
 SHAPES = [
     (2, 64, 8, 8),
@@ -27,11 +29,10 @@ SHAPES = [
     (2, 32, 16, 32, 32),
 ]
 LAYOUTS: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last_3d}
-PLAIN: dict[int, Any] = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-OURS: dict[int, Any] = {
-    2: memnorm.MemorizedBatchNorm1d,
-    4: memnorm.MemorizedBatchNorm2d,
-    5: memnorm.MemorizedBatchNorm3d,
+LAYERS: dict[int, Any] = {  # by the number of dimensions
+    2: (nn.BatchNorm1d, memnorm.MemorizedBatchNorm1d),
+    4: (nn.BatchNorm2d, memnorm.MemorizedBatchNorm2d),
+    5: (nn.BatchNorm3d, memnorm.MemorizedBatchNorm3d),
 }
 MEMORY_SIZES = (1, 5, 10, 20, 40, None, 1000)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -39,14 +40,12 @@ CURVE = (64, 16, 16)  # of the curves over memory and batch size
 
 
 def measure(rounds: int = 21) -> dict[str, Any]:
-    """Everything about a single layer, as a record."""
     bandwidth = copy_bandwidth()
     shapes = [
-        row
+        _shape(shape, layout, rounds, bandwidth)
         for shape in SHAPES
         for layout in ("contiguous", "channels_last")
         if layout == "contiguous" or len(shape) in LAYOUTS
-        for row in [_shape(shape, layout, rounds, bandwidth)]
     ]
     sizes = memory_sizes(rounds)
     return {
@@ -72,14 +71,15 @@ def targets(shapes: list[dict[str, Any]], sizes: list[dict[str, Any]]) -> list[T
 
 def _shape(shape: tuple[int, ...], layout: str, rounds: int, bandwidth: float) -> dict[str, Any]:
     x, gradient = data(shape, layout)
-    plain, again, ours = (made[len(shape)](shape[1]) for made in (PLAIN, PLAIN, OURS))
-    layers = {"BN": plain, "BN again": again, "MBN": ours}
+    plain, ours = LAYERS[len(shape)]
+    layers = {"BN": plain(shape[1]), "BN again": plain(shape[1]), "MBN": ours(shape[1])}
+    forwards = {name: partial(layer, x) for name, layer in layers.items()}
     train = take_turns({name: training(layer, x, gradient) for name, layer in layers.items()}, rounds=rounds)
-    forward = take_turns({name: forwards(layer, x) for name, layer in layers.items()}, rounds=rounds)
+    forward = take_turns(forwards, rounds=rounds)
     for layer in layers.values():
         layer.eval()
     with torch.no_grad():
-        evaluation = take_turns({name: forwards(layer, x) for name, layer in layers.items()}, rounds=rounds)
+        evaluation = take_turns(forwards, rounds=rounds)
     found = {name: ratios(seconds) for name, seconds in (("train", train), ("forward", forward), ("eval", evaluation))}
     least = 5 * x.numel() * x.element_size() / bandwidth  # x and y; x, the gradient and its own
     return {
@@ -105,10 +105,6 @@ def training(layer: nn.Module, x: Tensor, gradient: Tensor) -> Callable[[], None
         layer(x).backward(gradient)
 
     return call
-
-
-def forwards(layer: nn.Module, x: Tensor) -> Callable[[], object]:
-    return lambda: layer(x)
 
 
 def memory_sizes(rounds: int) -> list[dict[str, Any]]:

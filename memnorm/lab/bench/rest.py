@@ -40,6 +40,7 @@ for _ in range(4):
     step()
 print(peak.read())
 """
+PROCESSES = {"BN": ("bn", "single"), "MBN-1": ("mbn", "single"), "MBN-2": ("mbn", "double")}
 
 
 def measure_data(rounds: int = 15) -> dict[str, Any]:
@@ -65,29 +66,19 @@ def measure_data(rounds: int = 15) -> dict[str, Any]:
 def measure_rest() -> dict[str, Any]:
     """Bytes kept for backward, peak memory of a step, import, conversion."""
     saved = {kind: saved_bytes(kind) for kind in ("BN", "MBN")}
-    peaks: dict[str, list[float]] = {name: [] for name, *_ in PROCESSES}
+    peaks: dict[str, list[float]] = {name: [] for name in PROCESSES}
     for _ in range(7):  # in turns: the allocator makes each process differ from the last
-        for name, norm, scheme in PROCESSES:
-            peaks[name].append(peak(norm, scheme))
-    buffers = memory_bytes()
-    floor = max(peaks["BN"]) - min(peaks["BN"])
+        for name, settings in PROCESSES.items():
+            peaks[name].append(peak(*settings))
     uses, imports = zip(*(_child(IMPORT) for _ in range(20)), strict=True)
-    conversion = convert_seconds()
+    more_kept = saved["MBN"] - saved["BN"] - memory_bytes()
+    more_used = statistics.median(peaks["MBN-1"]) - statistics.median(peaks["BN"])
+    allowed = max(peaks["BN"]) - min(peaks["BN"]) + model_memory() / 2**20
     targets = [
-        Target(
-            "layer, bytes kept for backward beyond BN's and the memory",
-            saved["MBN"] - saved["BN"] - buffers,
-            0,
-            unit="B",
-        ),
-        Target(
-            "ResNet-20, batch 32, peak memory over BN's, MBN-1",
-            statistics.median(peaks["MBN-1"]) - statistics.median(peaks["BN"]),
-            floor + model_memory() / 2**20,
-            unit="MiB",
-        ),
+        Target("layer, bytes kept for backward beyond BN's and the memory", more_kept, 0, unit="B"),
+        Target("ResNet-20, batch 32, peak memory over BN's, MBN-1", more_used, allowed, unit="MiB"),
         Target("import over torch's, median of 20", 1000 * statistics.median(imports), 30, unit="ms"),
-        Target("convert() of 1,000 layers", conversion, 0.5, unit="s"),
+        Target("convert() of 1,000 layers", convert_seconds(), 0.5, unit="s"),
     ]
     return {
         "saved bytes": saved,
@@ -96,13 +87,6 @@ def measure_rest() -> dict[str, Any]:
         "first use milliseconds": [1000 * one for one in uses],
         "targets": [asdict(target) for target in targets],
     }
-
-
-PROCESSES = [
-    ("BN", "bn", "single"),
-    ("MBN-1", "mbn", "single"),
-    ("MBN-2", "mbn", "double"),
-]
 
 
 def saved_bytes(kind: str) -> int:

@@ -45,7 +45,6 @@ PHASES = ("forward", "backward", "update")
 
 
 def measure(names: tuple[str, ...] = ("resnet20", "resnet56"), scale: float = 1.0) -> dict[str, Any]:
-    """Steps of these networks at the paper's batch sizes, as a record."""
     networks = [
         network_costs(name, batch_size, ARMS | (CHEAPER if batch_size == 8 else {}), max(5, round(scale * rounds)))
         for name in names
@@ -82,8 +81,7 @@ def network_costs(name: str, batch_size: int, arms: dict[str, dict[str, Any]], r
     for turn in range(1 + rounds):
         generator.shuffle(order)  # the arm before affects the caches
         for arm in order:
-            step = steps[arm]
-            parts = [step() for _ in range(every if "every=4" in arm else 1)]
+            parts = [steps[arm]() for _ in range(every if "every=4" in arm else 1)]
             if turn:  # the first allocates
                 phases[arm] += parts
                 seconds[arm].append(sum(map(sum, parts)) / len(parts))

@@ -20,7 +20,7 @@ examples:
   memnorm bench step --models resnet20
   memnorm bench all --out bench.json
 """
-PARTS = ("layer", "step", "data", "rest")
+PARTS, PHASES = ("layer", "step", "data", "rest"), ("forward", "backward", "update")
 
 
 def main(words: Sequence[str]) -> int:
@@ -53,10 +53,10 @@ def known(path: Path | None) -> dict[str, Any]:
         return {}
     try:
         record = json.loads(path.read_text())
+        if not isinstance(record, dict):
+            raise ValueError(f"it holds a {type(record).__name__}")
     except (OSError, ValueError) as error:
         raise UsageError(f"--out {path}: not a record of memnorm bench ({error}); choose another file") from error
-    if not isinstance(record, dict):
-        raise UsageError(f"--out {path}: not a record of memnorm bench; choose another file")
     return record
 
 
@@ -88,40 +88,21 @@ def _targets(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def text(record: dict[str, Any]) -> str:
     """The targets, and for layers and steps the ratios behind them."""
-    parts = []
+    tables: list[list[Sequence[str]]] = []
     if "layer" in record:
-        rows: list[tuple[str, ...]] = [
-            ("layer: shape", "layout", "MBN/BN", "quartiles", "noise floor", "eval", "of bandwidth")
-        ]
-        rows += [_layer_row(row) for row in record["layer"]["shapes"]]
-        parts.append(table(rows))
+        header = ("layer: shape", "layout", "MBN/BN", "quartiles", "noise floor", "eval", "of bandwidth")
+        tables.append([header, *map(_layer_row, record["layer"]["shapes"])])
     for network in record.get("step", {}).get("networks", []):
-        head = (
-            f"{network['model']}, batch {network['batch_size']}",
-            "ms",
-            "/BN",
-            "quartiles",
-            "forward",
-            "backward",
-            "update",
-        )
-        parts.append(table([head, *(_step_row(arm) for arm in network["arms"])]))
-    targets = [Target(**target) for target in _targets(record)]
-    rows = [("target", "measured", "must", "good", "")]
-    rows += [
-        (
-            one.what,
-            f"{one.value:.3g} {one.unit}",
-            f"{one.must:.3g}",
-            "" if one.good is None else f"{one.good:g}",
-            one.verdict,
-        )
-        for one in targets
-    ]
-    return "\n\n".join([*parts, table(rows)])
+        name = f"{network['model']}, batch {network['batch_size']}"
+        tables.append([(name, "ms", "/BN", "quartiles", *PHASES), *map(_step_row, network["arms"])])
+    targets: list[Sequence[str]] = [("target", "measured", "must", "good", "")]
+    for one in (Target(**target) for target in _targets(record)):
+        good = "" if one.good is None else f"{one.good:g}"
+        targets.append((one.what, f"{one.value:.3g} {one.unit}", f"{one.must:.3g}", good, one.verdict))
+    return "\n\n".join(map(table, [*tables, targets]))
 
 
-def _layer_row(row: dict[str, Any]) -> tuple[str, ...]:
+def _layer_row(row: dict[str, Any]) -> Sequence[str]:
     train, noise = row["train"], row["noise"]
     return (
         "×".join(map(str, row["shape"])),
@@ -134,12 +115,7 @@ def _layer_row(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _step_row(arm: dict[str, Any]) -> tuple[str, ...]:
-    split = arm["milliseconds of"]
-    return (
-        arm["name"],
-        f"{arm['milliseconds']:.1f}",
-        f"{arm['ratio']:.3f}",
-        f"{arm['low']:.2f} to {arm['high']:.2f}",
-        *(f"{split[phase]:.1f}" for phase in ("forward", "backward", "update")),
-    )
+def _step_row(arm: dict[str, Any]) -> Sequence[str]:
+    quartiles = f"{arm['low']:.2f} to {arm['high']:.2f}"
+    split = (f"{arm['milliseconds of'][phase]:.1f}" for phase in PHASES)
+    return arm["name"], f"{arm['milliseconds']:.1f}", f"{arm['ratio']:.3f}", quartiles, *split
