@@ -74,7 +74,6 @@ def run(device: str, checks: Sequence[Check] | None = None) -> Iterator[Result]:
 
 
 def require(device: str) -> torch.device:
-    """The device, if it can compute here."""
     try:
         place = torch.device(device)
         float(torch.ones((), device=place))

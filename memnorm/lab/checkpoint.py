@@ -23,7 +23,6 @@ PATTERN = re.compile(r"checkpoint-(\d{10})-([0-9a-f]{16})\.pt")
 
 
 def save(folder: Path, iteration: int, state: dict[str, Any]) -> None:
-    """Write a checkpoint and delete all but the last two."""
     name = f"checkpoint-{iteration:010}"
     with replacing(folder / name, lambda file: f"{name}-{_digest(file)}.pt") as temporary:
         write(temporary, state)

@@ -31,6 +31,7 @@ from memnorm.lab.verdict import Cost, Verdict, verdict
 RECALIBRATED = "test_error_recalibrated"  # in the last line of metrics of a run with `recalibrate`
 ARM_FIELDS = ("norm", "norm_options", "scheme", "every", "fraction", "strength")
 LOOSE_FIELDS = ("learning_rate", "iterations", "evaluations", "recalibrate", "warmup")
+VARYING = {*ARM_FIELDS, *LOOSE_FIELDS, "batch_size", "seed"}  # the fields in which runs of a comparison may differ
 SAME_LENGTH = 1.15  # numbers of images that differ by less are the same number of epochs, rounded
 MOST_NAMES = 5
 NORM_ORDER = ("bn", "brn", "normprop", "mbn")
@@ -63,13 +64,11 @@ def best(run: StoredRun) -> tuple[float, int] | None:
 
 
 def progress(run: StoredRun) -> int:
-    """The last iteration on record."""
     reached = measured(run.result, "diverged_at" if run.status == "diverged" else "iteration")
     return int(reached) if reached is not None else run.metrics[-1]["iteration"] if run.metrics else 0
 
 
 def condition(run: StoredRun) -> str:
-    """State of a run for tables."""
     if run.status == "diverged":
         return f"diverged at iteration {progress(run):,}"
     if run.status == "unfinished":
@@ -138,12 +137,10 @@ class Group:
 
     @property
     def places(self) -> list[str]:
-        """Software and machines of the runs, each once."""
-        return unique(place(run.environment) for run in self.runs)
+        return sorted({place(run.environment) for run in self.runs})
 
     @property
     def yaml(self) -> str:
-        """The specification without the seed."""
         values = self.spec.as_dict()
         del values["seed"]
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -160,10 +157,6 @@ def place(environment: dict[str, Any]) -> str:
     words += [f"kernels: {known['kernels']}"] if "kernels" in known else []
     words += [known["machine"]] if "machine" in known else []
     return ", ".join(words) or "not recorded"
-
-
-def unique(words: Any) -> list[str]:
-    return sorted(set(words))
 
 
 @dataclass(frozen=True)
@@ -202,8 +195,7 @@ def comparisons(groups: Sequence[Group]) -> list[Comparison]:
 
 
 def _common(spec: RunSpec) -> str:
-    loose = {*ARM_FIELDS, *LOOSE_FIELDS, "batch_size", "seed"}
-    return json.dumps({name: value for name, value in spec.as_dict().items() if name not in loose}, sort_keys=True)
+    return json.dumps({name: value for name, value in spec.as_dict().items() if name not in VARYING}, sort_keys=True)
 
 
 def arm_key(spec: RunSpec) -> str:
@@ -260,14 +252,10 @@ def compare(groups: Sequence[Group], failures: Sequence[tuple[str, str]] = ()) -
     ordered = sorted(groups, key=lambda group: (_rank(group.spec), labels[arm_key(group.spec)], group.spec.batch_size))
     named = tuple((labels[arm_key(group.spec)], group) for group in ordered)
     digest = hashlib.sha256("".join(sorted(group.key for group in groups)).encode()).hexdigest()[:8]
-    title = _title(ordered[0].spec, [label for label, _ in named])
-    return Comparison(f"runs-{digest}", title, _about(ordered), named, _verdict(named), failures=tuple(failures))
-
-
-def _title(spec: RunSpec, labels: Sequence[str]) -> str:
-    arms = list(dict.fromkeys(labels))
+    arms, spec = list(dict.fromkeys(label for label, _ in named)), ordered[0].spec
     compared = f": {', '.join(arms[:MOST_NAMES])}{', …' if len(arms) > MOST_NAMES else ''}" if len(arms) > 1 else ""
-    return f"{spec.model} on {spec.data}{compared}"
+    title = f"{spec.model} on {spec.data}{compared}"
+    return Comparison(f"runs-{digest}", title, _about(ordered), named, _verdict(named), failures=tuple(failures))
 
 
 def _rank(spec: RunSpec) -> tuple[int, str, bool]:
@@ -305,14 +293,12 @@ def _about(groups: Sequence[Group]) -> str:
     parts = [f"{_span([one.iterations for one in specs])} iterations"]
     rates = _span([float(f"{one.base_learning_rate:.4g}") for one in specs])
     parts.append(f"learning rate {rates}{' after scaling' if spec.scaling != 'none' else ''}")
-    unusual = {name: value for name, value in spec.identity.items() if name not in _SHOWN_ELSEWHERE}
+    shown = {*VARYING, "model", "data", "holdout"}
+    unusual = {name: value for name, value in spec.identity.items() if name not in shown}
     if spec.holdout:
         parts.append(f"evaluated on {spec.holdout:,} held-out training images, not on the test set")
     parts += [f"{name.replace('_', ' ')} {_plain(value)}" for name, value in sorted(unusual.items())]
     return "; ".join(parts) + "."
-
-
-_SHOWN_ELSEWHERE = {*ARM_FIELDS, *LOOSE_FIELDS, "batch_size", "seed", "model", "data", "holdout"}
 
 
 def _plain(value: Any) -> str:
@@ -320,7 +306,7 @@ def _plain(value: Any) -> str:
         return ", ".join(f"{name}={one}" for name, one in sorted(value.items()))
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return "on" if value is True else "off" if value is False else str(value)
 
 
 def _span(values: Sequence[float]) -> str:
@@ -332,21 +318,14 @@ def _verdict(groups: Sequence[tuple[str, Group]]) -> Verdict | None:
     """None for a single arm and for trials on held-out images."""
     if len({label for label, _ in groups}) < 2 or groups[0][1].spec.holdout:
         return None
+    names = ("machine", "device", "threads", "channels_last")
+    machines = {tuple(str(run.environment.get(name)) for name in names) for _, group in groups for run in group.runs}
     results: dict[str, dict[int, dict[int, float | None]]] = {}
+    costs: dict[str, dict[int, Cost]] = {}
     for label, group in groups:
         results.setdefault(label, {})[group.spec.batch_size] = {
             run.spec.seed: final(run) for run in group.runs if run.status == "diverged" or final(run) is not None
         }
-    return verdict(results, _costs(groups))
-
-
-def _costs(groups: Sequence[tuple[str, Group]]) -> dict[str, dict[int, Cost]]:
-    """Costs by arm and batch size, if all runs were made on one machine with one setting."""
-    names = ("machine", "device", "threads", "channels_last")
-    machines = {tuple(str(run.environment.get(name)) for name in names) for _, group in groups for run in group.runs}
-    if len(machines) > 1:
-        return {}
-    costs: dict[str, dict[int, Cost]] = {}
-    for label, group in groups:
-        costs.setdefault(label, {})[group.spec.batch_size] = group.cost
-    return costs
+        if len(machines) == 1:  # else the costs cannot be compared
+            costs.setdefault(label, {})[group.spec.batch_size] = group.cost
+    return verdict(results, costs)

@@ -9,15 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from memnorm.lab.listen import Listener, Outcome
 from memnorm.lab.spec import RunSpec
@@ -47,29 +39,56 @@ def _plain(text: str) -> str:
 
 @contextlib.contextmanager
 def watching(runs: int) -> Iterator[Listener]:
-    """ProgressBars if stderr is a terminal, else lines."""
     console = stderr()
     if not console.is_terminal:
         yield LogLines(console, runs)
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[error]}"),
-    )
+    error = TextColumn("{task.fields[error]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), error)
     with Progress(*columns, console=console, transient=True) as progress:
         yield ProgressBars(progress, runs)
 
 
-class ProgressBars(Listener):
-    """A bar for each run under way and one for all."""
+class LogLines(Listener):
+    """A line when a run begins or ends, and every half minute between."""
+
+    def __init__(self, console: Console, runs: int) -> None:
+        self.console, self.runs, self.count = console, runs, 0
+        self.printed_at: dict[str, float] = {}
+
+    def print(self, text: str) -> None:
+        self.console.print(_plain(text))
+
+    def began(self, spec: RunSpec, iteration: int) -> None:
+        self.printed_at[spec.digest] = time.monotonic()
+        start = f"resumes at iteration {iteration:,}" if iteration else "begins"
+        self.print(f"{title(spec)} {start}, {spec.iterations:,} iterations")
+
+    def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
+        if time.monotonic() - self.printed_at[spec.digest] < QUIET_SECONDS or line["iteration"] == spec.iterations:
+            return
+        self.printed_at[spec.digest] = time.monotonic()
+        left = (spec.iterations - line["iteration"]) * line["step_ms"] / 1000
+        self.print(
+            f"{title(spec)} {line['iteration']:,}/{spec.iterations:,}: test error {line['test_error']:.2f} %, "
+            f"about {left / 60:.0f} min left"
+        )
+
+    def message(self, spec: RunSpec, text: str) -> None:
+        self.print(f"{title(spec)}: {text}")
+
+    def ended(self, outcome: Outcome) -> None:
+        self.count += 1
+        self.print(f"[{self.count}/{self.runs}] {ending(outcome)}")
+
+
+class ProgressBars(LogLines):
+    """A bar for each run under way and one for all, above which messages scroll."""
 
     def __init__(self, progress: Progress, runs: int) -> None:
-        self.progress, self.runs = progress, runs
-        self.tasks: dict[str, TaskID] = {}
-        self.all = progress.add_task("all runs", total=runs, error="", visible=runs > 1)
+        super().__init__(progress.console, runs)
+        self.progress = progress
+        self.tasks = {"": progress.add_task("all runs", total=runs, error="", visible=runs > 1)}
 
     def began(self, spec: RunSpec, iteration: int) -> None:
         task = self.progress.add_task(_plain(title(spec)), total=spec.iterations, completed=iteration, error="")
@@ -81,49 +100,12 @@ class ProgressBars(Listener):
     def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
         self.progress.update(self.tasks[spec.digest], error=f"test error {line['test_error']:.2f} %")
 
-    def message(self, spec: RunSpec, text: str) -> None:
-        self.progress.console.print(_plain(f"{title(spec)}: {text}"))
-
     def ended(self, outcome: Outcome) -> None:
-        task = self.tasks.pop(outcome.spec.digest, None)
-        if task is not None:
-            self.progress.remove_task(task)
-        self.progress.advance(self.all)
+        if outcome.spec.digest in self.tasks:  # it began
+            self.progress.remove_task(self.tasks.pop(outcome.spec.digest))
+        self.progress.advance(self.tasks[""])
         if self.runs > 1 or outcome.status != "finished":
-            self.progress.console.print(_plain(ending(outcome)))
-
-
-class LogLines(Listener):
-    """A line when a run begins or ends, and every half minute between."""
-
-    def __init__(self, console: Console, runs: int) -> None:
-        self.console, self.runs = console, runs
-        self.count = 0
-        self.printed_at: dict[str, float] = {}
-
-    def began(self, spec: RunSpec, iteration: int) -> None:
-        self.printed_at[spec.digest] = time.monotonic()
-        start = f"resumes at iteration {iteration:,}" if iteration else "begins"
-        self.console.print(_plain(f"{title(spec)} {start}, {spec.iterations:,} iterations"))
-
-    def evaluated(self, spec: RunSpec, line: dict[str, Any]) -> None:
-        if time.monotonic() - self.printed_at[spec.digest] < QUIET_SECONDS or line["iteration"] == spec.iterations:
-            return
-        self.printed_at[spec.digest] = time.monotonic()
-        left = (spec.iterations - line["iteration"]) * line["step_ms"] / 1000
-        self.console.print(
-            _plain(
-                f"{title(spec)} {line['iteration']:,}/{spec.iterations:,}: test error {line['test_error']:.2f} %, "
-                f"about {left / 60:.0f} min left"
-            )
-        )
-
-    def message(self, spec: RunSpec, text: str) -> None:
-        self.console.print(_plain(f"{title(spec)}: {text}"))
-
-    def ended(self, outcome: Outcome) -> None:
-        self.count += 1
-        self.console.print(_plain(f"[{self.count}/{self.runs}] {ending(outcome)}"))
+            self.print(ending(outcome))
 
 
 def ending(outcome: Outcome) -> str:
@@ -137,26 +119,20 @@ def ending(outcome: Outcome) -> str:
 
 @contextlib.contextmanager
 def downloading(name: str) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Progress of a download: a function of the file, the bytes so far and the total."""
-    console = stderr()
-    if not console.is_terminal:
-        seen: set[str] = set()
-
-        def line(file: str, done: int, total: int | None) -> None:
-            if file not in seen:
-                seen.add(file)
-                size = f", {total / 1e6:.0f} MB" if total else ""
-                console.print(_plain(f"{name}: getting {file}{size}"))
-
-        yield line
-        return
+    """Progress of a download, a function of the file, the bytes so far and the total: bars on a terminal, else a line
+    for each file.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=stderr(), disable=not stderr().is_terminal) as progress:
+        tasks = {}
 
-        def bar(file: str, done: int, total: int | None) -> None:
+        def show(file: str, done: int, total: int | None) -> None:
             if file not in tasks:
                 tasks[file] = progress.add_task(_plain(file), total=total)
+                if progress.disable:
+                    progress.console.print(
+                        _plain(f"{name}: getting {file}{f', {total / 1e6:.0f} MB' if total else ''}")
+                    )
             progress.update(tasks[file], completed=done, total=total)
 
-        yield bar
+        yield show

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,14 +21,12 @@ def replacing(path: Path, name: Callable[[Path], str] | None = None) -> Iterator
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, made = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        temporary = Path(made)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
         try:
+            temporary.touch(exist_ok=False)
             yield temporary
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
-            temporary.chmod(0o666 & ~_umask())
             temporary.replace(path.with_name(name(temporary)) if name else path)
             sync_folder(path.parent)
         finally:
@@ -75,9 +73,3 @@ def sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

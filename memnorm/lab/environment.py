@@ -11,7 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import memnorm
+from memnorm.kernels import cpu
 from memnorm.lab.commit import RECORD, commit_of
 
 LIBRARIES = ("torch", "numpy", "matplotlib", "jsonargparse", "rich", "jinja2", "scikit-learn", "pillow")
@@ -24,17 +27,19 @@ def session(device: str, threads: int, iteration: int) -> dict[str, Any]:
         "iteration": iteration,
         "threads": threads,
         "device": device,
+        **software_and_machine(),
+        "kernels": cpu.description(),
+    }
+
+
+def software_and_machine() -> dict[str, str | None]:
+    return {
         "memnorm": memnorm.__version__,
         "commit": commit(),
         "torch": version("torch"),
         "python": platform.python_version(),
-        "machine": machine(),
-        "kernels": kernels(),
+        "machine": f"{platform.system()} {platform.machine()}, {cores()} cores, {cpu_name()}",
     }
-
-
-def machine() -> str:
-    return f"{platform.system()} {platform.machine()}, {cores()} cores, {cpu_name()}"
 
 
 def cores() -> int:
@@ -50,13 +55,6 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return " ".join(line.partition(":")[2].split())
     return platform.processor() or "unknown CPU"
-
-
-def kernels() -> str:
-    """The implementation of the memorized layers."""
-    from memnorm.kernels import cpu  # needs torch, which reports do not load
-
-    return cpu.description()
 
 
 def version(library: str) -> str | None:
@@ -83,16 +81,12 @@ class PeakMemory:
     def __init__(self, device: str) -> None:
         self._cuda = device if device.startswith("cuda") else None
         if self._cuda:
-            import torch
-
             torch.cuda.reset_peak_memory_stats(self._cuda)
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # Linux: restart the high-water mark
 
     def read(self) -> float | None:
         if self._cuda:
-            import torch
-
             return round(torch.cuda.max_memory_allocated(self._cuda) / 2**20, 1)
         with contextlib.suppress(OSError):
             for line in Path("/proc/self/status").read_text().splitlines():

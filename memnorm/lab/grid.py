@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from memnorm.errors import MemnormError
-from memnorm.lab.errors import DataMissing, DeviceMissing, DiskFull, Interrupted, LabError, RunHeld, UsageError
+from memnorm.lab.errors import DataMissing, DeviceMissing, DiskFull, Interrupted, RunHeld, UsageError
 from memnorm.lab.listen import Listener, Outcome, Relay, relay
 from memnorm.lab.runner import run
 from memnorm.lab.signals import terminations_interrupt
@@ -56,13 +56,11 @@ def run_all(
     context = RunContext(store.root, execution, data_root, make)
     if launcher == "ray" or jobs:
         context = replace(context, execution=replace(execution, threads=1))
-        started = (
-            _ray_launcher(context, jobs) if launcher == "ray" else _ProcessLauncher(context, min(jobs, len(unique)))
-        )
+        started = _ray_launcher(context, jobs) if launcher == "ray" else _Processes(context, min(jobs, len(unique)))
         with terminations_interrupt():
-            outcomes = _supervise(_Queue(unique), started, listener)
+            outcomes = _supervise(_Queue(unique, listener), started, listener)
     else:
-        outcomes = _run_here(_Queue(unique), context, listener)
+        outcomes = _run_here(_Queue(unique, listener), context, listener)
     by_digest = {outcome.spec.digest: outcome for outcome in outcomes}
     return [by_digest[spec.digest] for spec in specs if spec.digest in by_digest]
 
@@ -76,9 +74,9 @@ class RunContext:
     data_root: Path | None
     make: Callable[..., dict[str, Any]] | None = None
 
-    def run(self, spec: RunSpec, listener: Listener, wait: bool) -> Outcome:
-        """Make one run. An error of the run is its outcome; an error that would meet the next run as well (a stop
-        request, missing data, no such device, a full disk) is raised.
+    def attempt(self, spec: RunSpec, listener: Listener, wait: bool) -> tuple[str, Any]:
+        """Make one run; return what became of it as a message of a launcher. An error of the run is its outcome; one
+        that would meet the next run as well (a stop request, missing data, no such device, a full disk) ends all runs.
         """
         try:
             result = (self.make or run)(
@@ -89,30 +87,26 @@ class RunContext:
                 listener=listener,
                 wait=wait,
             )
-            return Outcome(spec, result["status"], result=result)
-        except (Interrupted, RunHeld, DataMissing, DeviceMissing, DiskFull):
-            raise
-        except MemnormError as error:
-            return Outcome(spec, "failed", str(error))
-        except Exception as error:
-            listener.message(spec, traceback.format_exc())
-            return Outcome(spec, "failed", f"{type(error).__name__}: {error}")
-
-    def attempt(self, spec: RunSpec, listener: Listener, wait: bool) -> tuple[str, Any]:
-        """`run`, with outcome and errors as a message of a launcher."""
-        try:
-            return "ended", self.run(spec, listener, wait)
+            return "ended", Outcome(spec, result["status"], result=result)
         except RunHeld as error:
             return "held", (spec, str(error))
-        except LabError as error:
+        except (Interrupted, DataMissing, DeviceMissing, DiskFull) as error:
             return "stop", error
+        except MemnormError as error:
+            return "ended", Outcome(spec, "failed", str(error))
+        except Exception as error:
+            listener.message(spec, traceback.format_exc())
+            return "ended", Outcome(spec, "failed", f"{type(error).__name__}: {error}")
 
 
 class _Queue:
-    """Runs that are not started yet; last, those that another process was working on when their turn came."""
+    """Runs that are not started yet; last, those that another process was working on when their turn came. And the
+    outcomes of those that have ended.
+    """
 
-    def __init__(self, specs: Sequence[RunSpec]) -> None:
-        self._specs, self._held = deque(specs), deque[RunSpec]()
+    def __init__(self, specs: Sequence[RunSpec], listener: Listener) -> None:
+        self._specs, self._held, self.listener = deque(specs), deque[RunSpec](), listener
+        self.outcomes: list[Outcome] = []
 
     def __bool__(self) -> bool:
         return bool(self._specs or self._held)
@@ -121,23 +115,25 @@ class _Queue:
         """A run, and True if it should wait for the process that holds it."""
         return (self._specs.popleft(), False) if self._specs else (self._held.popleft(), True)
 
-    def put_last(self, spec: RunSpec) -> None:
-        self._held.append(spec)
+    def note(self, kind: str, payload: Any) -> None:
+        """Take the message "ended" or "held" of a run; tell the listener."""
+        if kind == "ended":
+            self.outcomes.append(payload)
+            self.listener.ended(payload)
+        else:
+            spec, reason = payload
+            self._held.append(spec)
+            self.listener.message(spec, f"{reason} This run is put last.")
 
 
 def _run_here(queue: _Queue, context: RunContext, listener: Listener) -> list[Outcome]:
-    outcomes = []
     while queue:
         spec, held_before = queue.next()
-        try:
-            outcome = context.run(spec, relay(listener), wait=held_before)
-        except RunHeld as error:
-            listener.message(spec, f"{error} This run is put last.")
-            queue.put_last(spec)
-            continue
-        outcomes.append(outcome)
-        listener.ended(outcome)
-    return outcomes
+        kind, payload = context.attempt(spec, relay(listener), wait=held_before)
+        if kind == "stop":
+            raise payload
+        queue.note(kind, payload)
+    return queue.outcomes
 
 
 class Launcher(Protocol):
@@ -163,19 +159,14 @@ class Launcher(Protocol):
 
 
 def _supervise(queue: _Queue, launcher: Launcher, listener: Listener) -> list[Outcome]:
-    outcomes: list[Outcome] = []
     stop: BaseException | None = None
     try:
         while launcher.is_busy() or (queue and stop is None):
             while queue and stop is None and launcher.has_room():
                 launcher.start(*queue.next())
             for kind, payload in launcher.messages():
-                if kind == "ended":
-                    outcomes.append(payload)
-                    listener.ended(payload)
-                elif kind == "held":
-                    listener.message(payload[0], f"{payload[1]} This run is put last.")
-                    queue.put_last(payload[0])
+                if kind in ("ended", "held"):
+                    queue.note(kind, payload)
                 elif kind == "stop":
                     stop = stop or payload
                 else:
@@ -189,7 +180,7 @@ def _supervise(queue: _Queue, launcher: Launcher, listener: Listener) -> list[Ou
         launcher.close()
     if stop is not None:
         raise stop
-    return outcomes
+    return queue.outcomes
 
 
 def _ray_launcher(context: RunContext, jobs: int) -> Launcher:
@@ -198,7 +189,7 @@ def _ray_launcher(context: RunContext, jobs: int) -> Launcher:
     return RayLauncher(context, jobs)
 
 
-class _ProcessLauncher:
+class _Processes:
     """Processes on this machine."""
 
     def __init__(self, context: RunContext, jobs: int) -> None:

@@ -90,8 +90,6 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels of curves."""
-
     name: str
     title: str
     caption: str

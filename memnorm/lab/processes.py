@@ -30,13 +30,10 @@ def launched() -> int:
 
 
 def is_first() -> bool:
-    """Return True in the process of rank 0."""
     return launched() == 1 or os.environ["RANK"] == "0"
 
 
 class ProcessGroup:
-    """The processes of one run."""
-
     def __init__(self, spec: RunSpec, device: str) -> None:
         self.size = spec.processes
         if self.size != launched():
@@ -73,7 +70,6 @@ class ProcessGroup:
         return seed if self.rank == 0 else mix(seed, "process", self.rank)
 
     def sum(self, *values: float) -> list[float]:
-        """The sums over all processes."""
         if self.size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -89,9 +85,7 @@ class ProcessGroup:
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes in rank 0; an empty list elsewhere."""
-        if self.size == 1:
-            return [value]
+        """The values of all processes in rank 0; an empty list elsewhere. For several processes."""
         gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, gathered, dst=0)
         return gathered or []

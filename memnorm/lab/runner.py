@@ -18,14 +18,13 @@ import torch
 
 from memnorm.errors import NothingToRecord
 from memnorm.lab import checkpoint, environment
-from memnorm.lab.arms import unsupported
 from memnorm.lab.data import Data, Source, epoch_length
 from memnorm.lab.disk import replacing
 from memnorm.lab.errors import Interrupted, LabError, UsageError
 from memnorm.lab.listen import Listener
 from memnorm.lab.processes import ProcessGroup, is_first
 from memnorm.lab.signals import stop_signals
-from memnorm.lab.spec import Execution, RunSpec
+from memnorm.lab.spec import Execution, RunSpec, unsupported
 from memnorm.lab.store import RunFolder, Store
 from memnorm.lab.training import (
     Training,
@@ -172,7 +171,6 @@ class _Run:
         return time.perf_counter() - start
 
     def _evaluate(self, events: Any) -> None:
-        """Evaluate, write a line of metrics, start a new tally."""
         training = self.training
         before = self.lines[-1] if self.lines else {"iteration": 0, "seconds": 0.0}
         steps, seconds = self.iteration - before["iteration"], self.seconds - before["seconds"]
@@ -242,7 +240,6 @@ class _Run:
 
 
 def evaluation_due(spec: RunSpec, iteration: int) -> bool:
-    """Return True at evenly spaced iterations, always at the last."""
     count = min(spec.evaluations, spec.iterations)
     return iteration * count // spec.iterations > (iteration - 1) * count // spec.iterations
 

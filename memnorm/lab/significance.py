@@ -68,7 +68,6 @@ class Difference:
 
     @property
     def mirrored(self) -> Difference:
-        """Second arm minus first."""
         return replace(self, mean=-self.mean, lower=self.higher, higher=self.lower)
 
     @property

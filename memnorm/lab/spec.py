@@ -2,23 +2,26 @@
 
 It holds every field that a number depends on. How the run is computed (threads, device, workers) is in `Execution`. The
 hash covers the fields that differ from their defaults, so a new field does not change the names of old runs, and a
-released default must never change.
+released default must never change. Users write the norm of a run as `bn`, `mbn-1`, `two_way:decay=0.75`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from memnorm import norms
 from memnorm.lab.errors import UsageError
 
 MEMORY_NORMS = ("mbn",)  # those with a strength λ
@@ -204,14 +207,67 @@ def arm_name(norm: str, scheme: str) -> str:
     return norm.upper().replace("_", "-") + suffix
 
 
-def hints(cls: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields, cached because evaluating annotations is slow."""
-    if cls not in _HINTS:
-        _HINTS[cls] = get_type_hints(cls)
-    return _HINTS[cls]
+def parse_arm(word: str, scheme: str | None = None) -> dict[str, Any]:
+    """The fields of a specification that `bn`, `mbn-1` or `two_way:decay=0.75:warmup=20` stands for. `mbn` alone means
+    `mbn-2`, with Double-Forward, as in the paper, unless `scheme` says otherwise.
+    """
+    name, *parts = word.strip().split(":")
+    norm, dash, number = name.lower().rpartition("-")
+    if not (dash and number in ("1", "2")):
+        norm, number = name.lower(), ""
+    norm = norm.replace("-", "_")
+    if norm not in norms.available():
+        available = ", ".join(norms.available())
+        raise UsageError(f"there is no norm {name!r}; there are {available} (mbn-1: without Double-Forward)")
+    written = {"1": "single", "2": "double"}.get(number)
+    if scheme and written and scheme != written:
+        raise UsageError(f"{word} means the scheme {written}; got {scheme}")
+    arm: dict[str, Any] = {
+        "norm": norm,
+        "scheme": scheme or written or ("double" if norm in MEMORY_NORMS else "single"),
+    }
+    options = _options(word, parts)
+    if norm in MEMORY_NORMS and "strength" in options:  # a field of its own, since it can change over the run
+        arm["strength"] = (options.pop("strength"),)
+    if options:
+        arm["norm_options"] = options
+    if reason := unsupported(RunSpec.from_dict(arm)):
+        raise UsageError(f"{word}: {reason}")
+    return arm
 
 
-_HINTS: dict[Any, dict[str, Any]] = {}
+def _options(word: str, parts: Sequence[str]) -> dict[str, Any]:
+    """The options of an arm from texts such as `decay=0.75`; the values are YAML scalars."""
+    options: dict[str, Any] = {}
+    for part in parts:
+        name, equals, text = (one.strip() for one in part.partition("="))
+        if not (name and equals and text):
+            raise UsageError(f"{word}: options are written as two_way:decay=0.75:warmup=20; got {part!r}")
+        if name in options:
+            raise UsageError(f"{word}: the option {name} is given twice")
+        try:
+            options[name] = parse_yaml(text, yaml.safe_load)
+        except UsageError:
+            raise UsageError(f"{word}: the value of {name} must be a number, a text, true, false or null") from None
+        if isinstance(options[name], str):
+            with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-3 as a text
+                options[name] = float(text)
+    return options
+
+
+def unsupported(spec: RunSpec) -> str | None:
+    """The reason that a run cannot be made with the registered norms; None if it can."""
+    if spec.norm not in norms.available():
+        return f"the norm {spec.norm!r} is not registered in this version of memnorm"
+    records = norms.get(spec.norm).records
+    if spec.scheme == "double" and not records:
+        return f"Double-Forward needs a norm that records its statistics, and {spec.norm!r} does not"
+    if spec.recalibrate and spec.norm != "bn" and not records:
+        return f"recalibrate needs running statistics, and {spec.norm!r} has none"
+    return None
+
+
+hints: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)  # of a dataclass; evaluating them is slow
 
 
 def check_types(spec: Any) -> None:
@@ -230,7 +286,7 @@ def _is_a(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Literal:
         return value in get_args(hint)
-    if origin in (types.UnionType,):
+    if origin is types.UnionType:
         return any(_is_a(value, one) for one in get_args(hint))
     if origin is tuple:
         return isinstance(value, (tuple, list)) and all(_is_a(one, get_args(hint)[0]) for one in value)
@@ -263,65 +319,58 @@ def _words(hint: Any) -> str:
     return words.get(hint, str(hint).replace("None", "null"))
 
 
-def _too_small(spec: Any) -> list[str]:
-    found = []
+def _too_small(spec: Any) -> Iterator[str]:
     for one in dataclasses.fields(spec):
         value, least = getattr(spec, one.name), one.metadata["least"]
         if least is not None and value is not None and value < least:
-            found.append(f"{one.name} must {'not be negative' if least == 0 else 'be at least 1'}; got {value}")
-    return found
+            yield f"{one.name} must {'not be negative' if least == 0 else 'be at least 1'}; got {value}"
 
 
-def _problems(spec: RunSpec) -> list[str]:
-    """Error messages for values out of range and contradictions."""
-    found = _too_small(spec)
+def _problems(spec: RunSpec) -> Iterator[str]:
+    yield from _too_small(spec)
     if not 0 < spec.learning_rate < float("inf"):
-        found.append(f"learning_rate must be positive and finite; got {spec.learning_rate}")
-    elif not found and spec.base_learning_rate > LARGEST_FLOAT:
-        found.append(f"learning_rate must be at most {LARGEST_FLOAT} after scaling; got {spec.base_learning_rate}")
+        yield f"learning_rate must be positive and finite; got {spec.learning_rate}"
+    if spec.base_learning_rate > LARGEST_FLOAT:
+        yield f"learning_rate must be at most {LARGEST_FLOAT} after scaling; got {spec.base_learning_rate}"
     if spec.weight_decay > LARGEST_FLOAT:
-        found.append(f"weight_decay must be at most {LARGEST_FLOAT}; got {spec.weight_decay}")
+        yield f"weight_decay must be at most {LARGEST_FLOAT}; got {spec.weight_decay}"
     if spec.momentum >= 1:
-        found.append(f"momentum must be below 1; got {spec.momentum}")
+        yield f"momentum must be below 1; got {spec.momentum}"
     if not 0 < spec.fraction <= 1:
-        found.append(f"fraction must be above 0 and at most 1; got {spec.fraction}")
+        yield f"fraction must be above 0 and at most 1; got {spec.fraction}"
     if list(spec.milestones) != sorted(spec.milestones) or not all(0 < one < 1 for one in spec.milestones):
-        found.append(f"milestones must be increasing fractions between 0 and 1; got {list(spec.milestones)}")
+        yield f"milestones must be increasing fractions between 0 and 1; got {list(spec.milestones)}"
     if spec.warmup >= spec.iterations:
-        found.append(f"warmup must be shorter than the {spec.iterations} iterations; got {spec.warmup}")
-    return found + _contradictions(spec)
-
-
-def _contradictions(spec: RunSpec) -> list[str]:
-    found = []
+        yield f"warmup must be shorter than the {spec.iterations} iterations; got {spec.warmup}"
     if not all(0 <= one <= 1 for one in spec.strength):
-        found.append(f"strength must lie in [0, 1]; got {list(spec.strength)}")
-    if spec.norm in MEMORY_NORMS and len(spec.strength) not in (1, len(spec.milestones) + 1):
-        found.append(
-            f"strength needs one value, or {len(spec.milestones) + 1} for {len(spec.milestones)} milestones; "
-            f"got {len(spec.strength)}"
-        )
+        yield f"strength must lie in [0, 1]; got {list(spec.strength)}"
+    yield from _contradictions(spec)
+
+
+def _contradictions(spec: RunSpec) -> Iterator[str]:
+    count = len(spec.milestones)
+    if spec.norm in MEMORY_NORMS and len(spec.strength) not in (1, count + 1):
+        yield f"strength needs one value, or {count + 1} for {count} milestones; got {len(spec.strength)}"
     if spec.norm not in MEMORY_NORMS and list(spec.strength) != _DEFAULTS["strength"]:
-        found.append(f"strength belongs to the norm {' or '.join(MEMORY_NORMS)}; {spec.norm} has none")
+        yield f"strength belongs to the norm {' or '.join(MEMORY_NORMS)}; {spec.norm} has none"
     if spec.scheme == "single" and (spec.every != 1 or spec.fraction != 1):
-        found.append("every and fraction belong to scheme: double")
+        yield "every and fraction belong to scheme: double"
     if spec.task == "segmentation" and spec.sampler != "shuffle":
-        found.append(f"the sampler {spec.sampler} needs a class per image, and segmentation has none")
+        yield f"the sampler {spec.sampler} needs a class per image, and segmentation has none"
     if spec.optimizer != "sgd" and spec.momentum != _DEFAULTS["momentum"]:
-        found.append(f"momentum belongs to the optimizer sgd; {spec.optimizer} has its own")
+        yield f"momentum belongs to the optimizer sgd; {spec.optimizer} has its own"
     if (spec.pretrained is None) != (spec.pretrained_sha256 is None):
-        found.append("pretrained and pretrained_sha256 belong together; the hash is that of the file's bytes")
+        yield "pretrained and pretrained_sha256 belong together; the hash is that of the file's bytes"
     if spec.recalibrate and spec.processes > 1:
-        found.append("recalibrate is for runs in one process")
+        yield "recalibrate is for runs in one process"
     if spec.batch_size < spec.processes:
-        found.append(f"{spec.processes} processes cannot share a batch of {spec.batch_size}")
+        yield f"{spec.processes} processes cannot share a batch of {spec.batch_size}"
     if "strength" in spec.norm_options and spec.norm in MEMORY_NORMS:
-        found.append("give strength as a field of its own, not in norm_options")
+        yield "give strength as a field of its own, not in norm_options"
     for options, names in RESERVED_OPTIONS.items():
-        found += [
+        yield from (
             f"{options} cannot hold {name!r}: the run sets it" for name in names if name in getattr(spec, options)
-        ]
-    return found
+        )
 
 
 _DEFAULTS = {

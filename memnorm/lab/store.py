@@ -35,8 +35,6 @@ NOT_JSON = (ValueError, RecursionError)  # what _parse_json raises; the second o
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run read from the store."""
-
     path: Path
     spec: RunSpec
     metrics: list[dict[str, Any]]
@@ -45,7 +43,6 @@ class StoredRun:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The environment of the last session."""
         return self.sessions[-1] if self.sessions else {}
 
     @property
@@ -54,8 +51,6 @@ class StoredRun:
 
 
 class Store:
-    """A folder of runs."""
-
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
         self.problems: list[str] = []
@@ -126,7 +121,6 @@ class RunFolder:
             lock.release()
 
     def is_held(self) -> bool:
-        """Return True if a process is working on the run."""
         try:
             with filelock.FileLock(self.path / "lock", timeout=0):
                 return False
@@ -143,7 +137,6 @@ class RunFolder:
             return "another process"
 
     def begin(self, session: dict[str, Any]) -> None:
-        """Record that a process starts to work on the run."""
         if self.silent:
             return
         for leftover in self.path.glob(".*.tmp"):
@@ -180,12 +173,10 @@ class RunFolder:
             append_line(self.path / "metrics.jsonl", json.dumps(finite(line)))
 
     def write_metrics(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Replace all lines."""
         if not self.silent:
             write_text(self.path / "metrics.jsonl", "".join(json.dumps(finite(line)) + "\n" for line in lines))
 
     def result(self) -> dict[str, Any] | None:
-        """The result, or None if the run is not finished."""
         path = self.path / "result.json"
         try:
             result = _parse_json(_read_text(path))
@@ -199,7 +190,6 @@ class RunFolder:
         return result
 
     def finish(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Write the result and delete the checkpoints."""
         if self.silent:
             return result
         result = finite(result)
@@ -229,7 +219,6 @@ def _whole_number(digits: str) -> int:
 
 
 def _objection(result: Any, spec: RunSpec) -> str | None:
-    """The reason that this is not a result of the run, or None."""
     if not isinstance(result, dict) or result.get("status") not in STATUSES:
         return "it does not say how the run ended"
     if result.get("name") != spec.name:

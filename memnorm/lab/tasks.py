@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from memnorm.lab import data as data_sets
 from memnorm.lab.data import Data
 from memnorm.lab.errors import UsageError
-from memnorm.lab.models.own import imported
+from memnorm.lab.models import imported
 from memnorm.lab.processes import ProcessGroup
 
 Self = TypeVar("Self", bound="Tally")
@@ -50,7 +50,6 @@ class Tally(ABC):
         """The metrics over this many images. One is `error`, in percent."""
 
     def over(self: Self, group: ProcessGroup) -> Self:
-        """The sums of all processes."""
         joint = type(self)()
         joint.load_state(dict(zip(vars(self), group.sum(*vars(self).values()), strict=True)))
         return joint
@@ -68,8 +67,6 @@ class Tally(ABC):
 
 
 class Task(ABC):
-    """Data, loss and metric."""
-
     error: str  # what the error measures, for people
     tally: type[Tally]
 
@@ -105,8 +102,6 @@ class _Mistakes(Tally):
 
 
 class Classification(Task):
-    """One class per image."""
-
     error = "images in the wrong class"
     tally = _Mistakes
 

@@ -32,8 +32,6 @@ SPLIT_SEED = 20180202  # of the images held out or left out: the same for every 
 
 
 class Training:
-    """Model, optimizer and schedules of one run."""
-
     def __init__(
         self, spec: RunSpec, classes: int, shape: tuple[int, int, int], device: str, channels_last: bool = False
     ) -> None:
@@ -138,21 +136,15 @@ class Training:
             yield self.place(images, labels)
 
     def state(self) -> dict[str, Any]:
+        differing = {"buffers": dict(self.model.named_buffers()), "tally": self.tally.state()}  # between processes
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "strength": self.strength.state_dict() if self.strength else None,
             "second_forward": self.second_forward.state_dict() if self.second_forward else None,
             "tally": self.tally.state(),
-            **self._state_of_processes(),
+            **({"processes": self.group.gather(differing)} if self.group.size > 1 else {}),
         }
-
-    def _state_of_processes(self) -> dict[str, Any]:
-        """The state that differs between processes: statistics, and sums of loss and errors."""
-        if self.group.size == 1:
-            return {}
-        own = {"buffers": dict(self.model.named_buffers()), "tally": self.tally.state()}
-        return {"processes": self.group.gather(own)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         own = state["processes"][self.group.rank] if self.group.size > 1 else {"buffers": {}, "tally": state["tally"]}
@@ -204,7 +196,6 @@ def with_norm(model: nn.Module, spec: RunSpec) -> nn.Module:
 
 
 def with_layout(model: nn.Module, layout: torch.memory_format) -> nn.Module:
-    """The model with its four-dimensional tensors in this memory layout."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dim() == 4:
             tensor.data = tensor.data.to(memory_format=layout)
@@ -212,7 +203,6 @@ def with_layout(model: nn.Module, layout: torch.memory_format) -> nn.Module:
 
 
 def learning_rate(spec: RunSpec, iteration: int) -> float:
-    """The learning rate of the step `iteration`, counted from 0."""
     rate = spec.base_learning_rate
     if iteration < spec.warmup:
         return rate * (iteration + 1) / (spec.warmup + 1)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memnorm.lab.significance import CONFIDENCE, Difference, Sample, difference, holm, number
+from memnorm.lab.significance import CONFIDENCE, Difference, Sample, difference, holm, number, p_text
 
 MANY = 4  # with more arms than this, recommended arms must also pass an uncorrected test against the best one
 TEST_HEADER = (
@@ -29,8 +29,6 @@ Results = Mapping[str, Mapping[int, Mapping[int, float | None]]]  # arm, batch s
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one training step."""
-
     step_ms: float | None = None
     memory_mb: float | None = None
 
@@ -64,13 +62,7 @@ class PairTest:
             self.second,
             number(one.mean),
             f"{number(interval[0])} to {number(interval[1])}" if interval else "–",
-            "–"
-            if self.p is None
-            else "< 0.001"
-            if self.p < 0.001
-            else f"{self.p:.2g}"
-            if self.p < 0.1
-            else f"{self.p:.2f}",
+            "–" if self.p is None else p_text(self.p)[2:].removeprefix("= "),
             f"{one.lower} of {one.n} lower" if one.paired else f"unpaired, n = {one.n}",
             "–" if smallest is None or smallest > 100 else rounded(smallest),
         )
@@ -97,7 +89,7 @@ def verdict(results: Results, costs: Mapping[str, Mapping[int, Cost]] | None = N
     sizes = tuple(sorted({size for arm in arms for size, seeds in results[arm].items() if seeds}))
     if not arms:
         return Verdict("No runs: no claim.")
-    notes = (*_divergences(results, arms), *_missing(results, arms, sizes))
+    notes = tuple(_gaps(results, arms, sizes))
     if len(arms) == 1:
         return Verdict("One norm only: nothing to compare it with.", notes)
     prices = _prices(costs or {}, arms)
@@ -166,11 +158,8 @@ class Scope:
         Holm's correction for many arms is severe: an arm could be recommended for beating the worst one alone.
         """
         best = min(self.use, key=self._mean)
-        behind = {
-            one.second
-            for one in self.tests
-            if one.first == best and one.difference.p is not None and one.difference.p < 1 - CONFIDENCE
-        }
+        uncorrected = [replace(one, p=one.difference.p) for one in self.tests if one.first == best]
+        behind = {one.second for one in uncorrected if one.significant}
         return tuple(arm for arm in self.use if arm not in behind)
 
     def _mean(self, arm: str) -> float:
@@ -178,7 +167,6 @@ class Scope:
 
     @property
     def against_the_best(self) -> list[PairTest]:
-        """The tests that include the arm with the lowest error."""
         if not self.tests:
             return []
         best = min(self.trained, key=self._mean)
@@ -229,9 +217,9 @@ def _prices(costs: Mapping[str, Mapping[int, Cost]], arms: Sequence[str]) -> lis
     if not measured:
         return []
     base, lines = measured[0], []
-    for arm in arms:
-        kinds = (("time per step", "step_ms"), ("memory", "memory_mb"))
-        ratios = {kind: cost_ratio(costs, arm, base, field) for kind, field in kinds} if arm != base else {}
+    kinds = {"time per step": "step_ms", "memory": "memory_mb"}
+    for arm in (one for one in arms if one != base):
+        ratios = {kind: cost_ratio(costs, arm, base, field) for kind, field in kinds.items()}
         words = [f"{kind} {number(ratio)} times {base}'s" for kind, ratio in ratios.items() if ratio is not None]
         lines += [f"{arm}: {', '.join(words)}."] if words else []
     return lines
@@ -267,23 +255,15 @@ def _averages(results: Results, arm: str, sizes: Sequence[int]) -> dict[int, flo
     return {seed: Sample([one[seed] for one in by_size]).mean for seed in seeds}
 
 
-def _divergences(results: Results, arms: Sequence[str]) -> list[str]:
-    return [
-        f"{arm} diverged in {count} of {len(results[arm][size])} seeds at batch size {size}."
-        for arm in arms
-        for size in sorted(results[arm])
-        if (count := _diverged(results, arm, size))
-    ]
-
-
-def _missing(results: Results, arms: Sequence[str], sizes: Sequence[int]) -> list[str]:
+def _gaps(results: Results, arms: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
+    """Sentences on runs that diverged, then on runs that are missing."""
     seeds = {seed for arm in arms for found in results[arm].values() for seed in found}
-    return [
-        f"{arm} has no result for {count} of {len(seeds)} seeds at batch size {size}."
-        for arm in arms
-        for size in sizes
-        if (count := len(seeds - results[arm].get(size, {}).keys()))
-    ]
+    for arm, size in itertools.product(arms, sizes):
+        if count := _diverged(results, arm, size):
+            yield f"{arm} diverged in {count} of {len(results[arm][size])} seeds at batch size {size}."
+    for arm, size in itertools.product(arms, sizes):
+        if count := len(seeds - results[arm].get(size, {}).keys()):
+            yield f"{arm} has no result for {count} of {len(seeds)} seeds at batch size {size}."
 
 
 def _listed(words: Iterable[object], last_joint: str = " and ") -> str:

@@ -2,10 +2,11 @@
 
 import random
 
+import pytest
 from helpers.reports import comparison, fabricate
 
+from memnorm.lab.cli.compare import Experiment, run_experiment
 from memnorm.lab.comparison import arm_labels, comparisons
-from memnorm.lab.experiment import Experiment, run_experiment
 from memnorm.lab.listen import Outcome
 from memnorm.lab.report import collect
 from memnorm.lab.spec import RunSpec
@@ -51,44 +52,41 @@ def test_times_of_different_machines_are_not_compared(tmp_path):
     assert not any("time per step" in line for line in found.verdict.details)
 
 
-def test_runs_that_differ_in_anything_else_are_not_compared(tmp_path):
-    found = comparisons_of(tmp_path, BASE, MBN.but(augment=False))
-    assert [len(one.groups) for one in found] == [1, 1]
-    assert all(one.verdict is None for one in found)
+BOTH = ["BN", "MBN-2"]
+TUNED, SIZES = MBN.but(learning_rate=0.03), (3, 8, 64)
+SCALED = {"learning_rate": 0.1, "scaling": "linear", "base_batch_size": 32}
+UNUSUAL = BASE.but(sampler="few-classes", augment=False, data_options={"image_size": 8})
 
 
-def test_learning_rates_tuned_for_each_norm_stay_in_one_comparison(tmp_path):
-    (found,) = comparisons_of(tmp_path, BASE, MBN.but(learning_rate=0.03))
-    assert found.arms == ["BN", "MBN-2"]
-    assert "learning rate 0.03 to 0.1" in found.about
+def as_long(spec, images):
+    """The run with several batch sizes, as many images at each."""
+    return [spec.but(batch_size=size, iterations=-(-images // size)) for size in SIZES]
 
 
-def test_two_learning_rates_of_one_arm_are_two_comparisons(tmp_path):
-    found = comparisons_of(tmp_path, BASE, MBN, BASE.but(learning_rate=0.03), MBN.but(learning_rate=0.03))
-    assert [one.arms for one in found] == [["BN", "MBN-2"]] * 2
-
-
-def test_the_length_may_follow_the_batch_size(tmp_path):
-    specs = [one.but(batch_size=size, iterations=-(-1000 // size)) for one in (BASE, MBN) for size in (3, 8, 64)]
-    (found,) = comparisons_of(tmp_path, *specs)
-    assert len(found.groups) == 6
-    assert "16 to 334 iterations" in found.about
-
-
-def test_tuned_comparisons_of_two_lengths_are_two_comparisons(tmp_path):
-    specs = [
-        one.but(batch_size=size, iterations=-(-images // size))
-        for one in (BASE, MBN.but(learning_rate=0.03))
-        for size in (3, 8, 64)
-        for images in (1000, 2000)
-    ]
+@pytest.mark.parametrize(
+    ("specs", "arms", "about"),
+    [
+        ([BASE, MBN.but(augment=False)], [["BN"], ["MBN-2"]], "augment off"),
+        ([BASE, TUNED], [BOTH], "learning rate 0.03 to 0.1"),
+        ([BASE, MBN, BASE.but(learning_rate=0.03), TUNED], [BOTH, BOTH], "learning rate 0.03."),
+        ([*as_long(BASE, 1000), *as_long(MBN, 1000)], [BOTH], "16 to 334 iterations"),
+        (
+            [one for spec in (BASE, TUNED) for images in (1000, 2000) for one in as_long(spec, images)],
+            [BOTH, BOTH],
+            "334",
+        ),
+        ([BASE, MBN.but(iterations=900)], [["BN"], ["MBN-2"]], "900 iterations"),
+        ([BASE.but(batch_size=size, **SCALED) for size in (3, 8)], [["BN"]], "0.009375 to 0.025 after scaling; "),
+        ([UNUSUAL], [["BN"]], "rate 0.1; augment off; data options image_size=8; sampler few-classes."),
+    ],
+    ids=["another setting", "tuned", "two rates", "length by size", "two lengths", "lengths", "scaled rate", "unusual"],
+)
+def test_runs_are_compared_that_differ_in_the_norm_its_rate_and_the_length_by_batch_size(tmp_path, specs, arms, about):
     found = comparisons_of(tmp_path, *specs)
-    assert [len(one.groups) for one in found] == [6, 6]
-
-
-def test_runs_of_different_length_are_not_compared_at_one_batch_size(tmp_path):
-    found = comparisons_of(tmp_path, BASE, MBN.but(iterations=900))
-    assert [one.arms for one in found] == [["BN"], ["MBN-2"]]
+    assert [one.arms for one in found] == arms
+    assert sum(len(one.groups) for one in found) == len(specs)
+    assert any(about in one.about for one in found)
+    assert all((one.verdict is None) == (len(one.arms) < 2) for one in found)
 
 
 def test_arms_that_differ_in_an_option_have_it_in_their_label(tmp_path):
@@ -152,19 +150,6 @@ def test_comparisons_do_not_depend_on_the_order_of_the_runs(tmp_path):
     groups = [group for one in found for _, group in one.groups]
     random.Random(0).shuffle(groups)
     assert comparisons(groups) == found
-
-
-def test_what_is_unusual_about_a_comparison_is_in_its_line(tmp_path):
-    found = comparisons_of(tmp_path, BASE.but(sampler="few-classes", augment=False, data_options={"image_size": 8}))
-    assert found[0].about == (
-        "100 iterations; learning rate 0.1; augment off; data options image_size=8; sampler few-classes."
-    )
-
-
-def test_the_learning_rate_of_a_comparison_is_the_one_that_was_used(tmp_path):
-    scaled = {"learning_rate": 0.1, "scaling": "linear", "base_batch_size": 32}
-    (found,) = comparisons_of(tmp_path, *(BASE.but(batch_size=size, **scaled) for size in (3, 8)))
-    assert "learning rate 0.009375 to 0.025 after scaling; " in found.about
 
 
 def outcomes_of(root, specs, failing=()):

@@ -91,14 +91,13 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("code", MESSAGES, ids=errno.errorcode.get)
-@pytest.mark.parametrize("place", ["mkstemp", "write_text", "fsync", "replace"])
+@pytest.mark.parametrize("place", ["touch", "write_text", "fsync", "replace"])
 def test_errors_of_the_file_system_have_readable_messages(old, monkeypatch, place, code):
     def refuse(*_arguments, **_options):
         raise OSError(code, os.strerror(code))
 
-    owner = {"mkstemp": "tempfile", "write_text": "pathlib.Path", "fsync": "os", "replace": "pathlib.Path"}[place]
     with monkeypatch.context() as patch:
-        patch.setattr(f"{owner}.{place}", refuse)
+        patch.setattr(f"{'os' if place == 'fsync' else 'pathlib.Path'}.{place}", refuse)
         with pytest.raises(LabError, match=MESSAGES[code]):
             write_text(old, "new")
     assert_untouched(old)

@@ -195,7 +195,7 @@ def test_a_result_that_is_not_in_the_folder_is_reported(store, monkeypatch):
     monkeypatch.setattr(launch_ray, "Store", lambda root: Store(root / "elsewhere"))
     cluster = launch_ray.RayLauncher(grid.RunContext(store.root, PLAIN, None), 0)
     cluster.context = grid.RunContext(store.root, PLAIN, None)
-    (outcome,) = grid._supervise(grid._Queue(GOOD[:1]), cluster, GridEar())
+    (outcome,) = grid._supervise(grid._Queue(GOOD[:1], GridEar()), cluster, GridEar())
     assert outcome.status == "failed"
     assert "--runs must be a folder that all machines share" in outcome.message
 

@@ -36,11 +36,10 @@ from PIL import Image
 import memnorm
 from memnorm.errors import MemnormError
 from memnorm.lab import checkpoint
-from memnorm.lab.arms import unsupported
 from memnorm.lab.disk import explained
 from memnorm.lab.errors import Interrupted, LabError, RunHeld
 from memnorm.lab.runner import run
-from memnorm.lab.spec import RunSpec
+from memnorm.lab.spec import RunSpec, unsupported
 from memnorm.lab.store import Store
 
 pytestmark = pytest.mark.usefixtures("no_git")

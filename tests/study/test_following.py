@@ -16,9 +16,8 @@ from torch import nn
 
 import memnorm
 from memnorm.lab import runner
-from memnorm.lab.arms import unsupported
 from memnorm.lab.models import build
-from memnorm.lab.spec import Execution, RunSpec
+from memnorm.lab.spec import Execution, RunSpec, unsupported
 from memnorm.lab.store import Store
 from memnorm.lab.training import Training, load_data, sources
 from memnorm.norms.two_way import TwoWayBatchNorm2d

@@ -6,6 +6,7 @@ message holds the command that gets it), 130 interrupted after saving.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
@@ -87,13 +88,21 @@ def overview() -> str:
     )
 
 
+def plain_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a subcommand that works without the lab's packages."""
+    return argparse.ArgumentParser(
+        prog=f"memnorm {command}",
+        usage=f"memnorm {command} [options]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
 def guarded(name: str, words: list[str]) -> int:
     """Run a subcommand; errors become a message and an exit code."""
     try:
         command: Any = importlib.import_module(f"memnorm.lab.cli.{name}")
-    except ImportError as error:
-        return complain(NEEDS.format(name=name, error=error), FAILED)
-    try:
         with terminations_interrupt():
             return command.main(words)
     except LabError as error:
@@ -107,7 +116,7 @@ def guarded(name: str, words: list[str]) -> int:
     except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         return complain(NEEDS.format(name=name, error=error), FAILED)
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
-import platform
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-import memnorm
+from memnorm.kernels import cpu
 from memnorm.lab import check, environment
+from memnorm.lab.cli import plain_parser
 from memnorm.lab.errors import FAILED, OK
 from memnorm.text import table
 
-EXAMPLES = """
+DESCRIPTION = """\
+Compare the layers on a device with the paper's equations on the CPU: float32, float16 and
+bfloat16, both layouts, compiled, two-way, and a short training. Takes about a minute.
+
 examples:
   memnorm check --device cuda
   memnorm check --device mps --json
@@ -26,14 +28,7 @@ examples:
 
 
 def main(words: Sequence[str]) -> int:
-    made = argparse.ArgumentParser(
-        prog="memnorm check",
-        usage="memnorm check [options]",
-        description="Compare the layers on a device with the paper's equations on the CPU: float32, float16 and\n"
-        "bfloat16, both layouts, compiled, two-way, and a short training. Takes about a minute.\n" + EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = plain_parser("check", DESCRIPTION)
     made.add_argument("--device", default="cpu", help="a device of torch: cuda, cuda:1, mps, xpu, … (default: cpu)")
     made.add_argument("--json", action="store_true", help="print the results as JSON")
     arguments = made.parse_args(words)
@@ -43,51 +38,32 @@ def main(words: Sequence[str]) -> int:
         results.append(result)
     facts = about(arguments.device)
     if arguments.json:
-        rows = [
-            {
-                **dataclasses.asdict(one),
-                "error": one.error if math.isfinite(one.error) else None,
-                "outcome": one.outcome,
-            }
-            for one in results
-        ]
+        rows = [{**dataclasses.asdict(one), "outcome": one.outcome} for one in results]
+        for row in rows:
+            row["error"] = row["error"] if math.isfinite(row["error"]) else None  # JSON has no nan
         print(json.dumps({**facts, "results": rows}, indent=1))
     else:
-        print(_table(results), *report(facts, results), sep="\n")
+        cells = [
+            (one.what, one.norm, "–" if one.problem else f"{one.error:.1e}", f"{one.allowed:.0e}", one.outcome)
+            for one in results
+        ]
+        print(table([("check", "norm", "error", "allowed", "result"), *cells]), *report(facts, results), sep="\n")
     outcomes = {result.outcome for result in results}
     return OK if "FAILED" not in outcomes and "passed" in outcomes else FAILED
 
 
 def about(device: str) -> dict[str, Any]:
-    return {
-        "memnorm": memnorm.__version__,
-        "commit": environment.commit(),
-        "torch": environment.version("torch"),
-        "python": platform.python_version(),
-        "machine": environment.machine(),
-        "device": device,
-        "name": _device_name(torch.device(device)),
-    }
+    return {**environment.software_and_machine(), "device": device, "name": _device_name(torch.device(device))}
 
 
 def _device_name(device: torch.device) -> str:
     if device.type == "cpu":
-        return environment.kernels()
+        return cpu.description()
     ask = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(ask(device)) if ask else "unknown"
 
 
-def _table(results: Sequence[check.Result]) -> str:
-    header = ("check", "norm", "error", "allowed", "result")
-    rows = [
-        (one.what, one.norm, "–" if one.problem else f"{one.error:.1e}", f"{one.allowed:.0e}", one.outcome)
-        for one in results
-    ]
-    return table([header, *rows])
-
-
 def report(facts: dict[str, Any], results: Sequence[check.Result]) -> list[str]:
-    """The lines to paste into a report."""
     counts = {word: sum(one.outcome == word for one in results) for word in ("passed", "FAILED", "skipped")}
     lines = [
         "",

@@ -1,25 +1,29 @@
-"""memnorm compare: which norm is best for this model, these data, this batch size?"""
+"""memnorm compare: which norm is best for this model, these data, this batch size?
+
+Every arm of a seed gets the same initial weights, data order, augmentation, learning rate and number of images. With
+tuning, each arm and batch size gets the learning rate with the lowest error on held-out *training* images, under a seed
+of its own. Test images take no part in any choice.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memnorm.lab import report, tasks
-from memnorm.lab.arms import parse_arm, unsupported
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, filled_spec, names, numbers, parse, parser
-from memnorm.lab.comparison import RECALIBRATED, Comparison
+from memnorm.lab.comparison import ARM_FIELDS, RECALIBRATED, Comparison, arm_key, compare, groups_of
 from memnorm.lab.console import watching
-from memnorm.lab.errors import FAILED, OK, UsageError
-from memnorm.lab.experiment import Experiment, place, run_experiment
+from memnorm.lab.errors import FAILED, OK, LabError, UsageError
 from memnorm.lab.grid import run_all
 from memnorm.lab.listen import Outcome
-from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec
-from memnorm.lab.store import Store
+from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec, parse_arm, unsupported
+from memnorm.lab.store import Store, StoredRun
 from memnorm.lab.training import load_data, network
 from memnorm.lab.verdict import TEST_HEADER, Verdict
 from memnorm.text import table, visible
@@ -46,23 +50,87 @@ NORMS = (
 )
 NO_VERDICT = Verdict("One norm only: nothing to compare it with.")
 ERROR_HEADER = ("norm", "batch", "rate", "test error %", "recalibrated %", "ms per step", "peak MiB", "")
-OWN = (
-    "norm",
-    "norm_options",
-    "scheme",
-    "every",
-    "fraction",
-    "batch_size",
-    "iterations",
-    "processes",
-    "seed",
-    "holdout",
-)
+OWN = ("batch_size", "iterations", "processes", "seed", "holdout")  # fields that the comparison sets
+TUNING_SEED = 1000
+RunAll = Callable[[Sequence[RunSpec]], list[Outcome]]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Arms × batch sizes × seeds on the model, data and schedule of `base`."""
+
+    base: RunSpec
+    arms: tuple[dict[str, Any], ...]
+    batch_sizes: tuple[int, ...]
+    seeds: int
+    images: int  # seen by each run, at every batch size
+    rates: tuple[float, ...] = ()  # learning rates to choose from; empty: the base's for every arm
+    holdout: int = 0  # training images to choose on
+
+    def spec(self, arm: dict[str, Any], batch_size: int, **changes: Any) -> RunSpec:
+        iterations = math.ceil(self.images / (batch_size * self.base.accumulate))
+        warmup = min(self.base.warmup, iterations - 1)
+        return self.base.but(batch_size=batch_size, iterations=iterations, warmup=warmup, **arm, **changes)
+
+    def trials(self) -> list[RunSpec]:
+        """The runs that choose the learning rates."""
+        return [
+            self.spec({**arm, "recalibrate": 0}, size, learning_rate=rate, holdout=self.holdout, seed=TUNING_SEED)
+            for size in self.batch_sizes
+            for arm in self.arms
+            for rate in self.rates
+        ]
+
+    def runs(self, rates: dict[tuple[str, int], float]) -> list[RunSpec]:
+        """All runs, with the arms of a seed next to each other: a busy minute of the machine affects all arms."""
+        specs = [
+            self.spec(arm, size, seed=seed)
+            for seed in range(self.seeds)
+            for size in self.batch_sizes
+            for arm in self.arms
+        ]
+        return [spec.but(learning_rate=rates.get(place(spec), spec.learning_rate)) for spec in specs]
+
+
+def place(spec: RunSpec) -> tuple[str, int]:
+    """The arm, as a key, and the batch size of a run."""
+    return arm_key(spec), spec.batch_size
+
+
+def run_experiment(
+    experiment: Experiment, run_all: RunAll, store: Store
+) -> tuple[Comparison, dict[tuple[str, int], float]]:
+    """Tune if asked to, run, compare. Also returns the tuned learning rates by arm and batch size."""
+    rates = choose_rates(run_all(experiment.trials())) if experiment.rates else {}
+    outcomes = run_all(experiment.runs(rates))
+    failures = [(one.spec.name, one.message) for one in outcomes if one.status == "failed"]
+    runs = []
+    for outcome in outcomes:
+        folder, result = store.run(outcome.spec), outcome.result
+        try:
+            lines = folder.metrics()
+        except LabError as error:
+            failures.append((outcome.spec.name, str(error)))
+            lines, result = [], None
+        runs.append(StoredRun(folder.path, outcome.spec, lines, result, folder.sessions()))
+    return compare(groups_of(runs), failures), rates
+
+
+def choose_rates(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], float]:
+    """For each arm and batch size the learning rate with the lowest error; the larger of equals."""
+    best: dict[tuple[str, int], tuple[float, float]] = {}
+    for outcome in outcomes:
+        if outcome.status != "finished" or not outcome.result:
+            continue
+        key = place(outcome.spec)
+        found = (outcome.result["final"]["test_error"], -outcome.spec.learning_rate)
+        best[key] = min(best.get(key, found), found)
+    return {key: -rate for key, (_, rate) in best.items()}
 
 
 def main(words: Sequence[str]) -> int:
     arguments = parse(flags(), words)
-    base = filled_spec(arguments, skip=(*OWN, "strength"))  # the strength belongs to some arms only
+    base = filled_spec(arguments, skip=(*OWN, *ARM_FIELDS))
     execution = filled(Execution, arguments)
     ensure([base.data], arguments.data_root, arguments.download)
     experiment = asked_for(arguments, base)
@@ -70,14 +138,8 @@ def main(words: Sequence[str]) -> int:
 
     def run(specs: Sequence[RunSpec]) -> list[Outcome]:
         with watching(len(specs)) as listener:
-            return run_all(
-                specs,
-                store,
-                execution=execution,
-                data_root=arguments.data_root,
-                jobs=arguments.jobs,
-                listener=listener,
-            )
+            shared: dict[str, Any] = {"execution": execution, "data_root": arguments.data_root, "jobs": arguments.jobs}
+            return run_all(specs, store, **shared, listener=listener)
 
     found, rates = run_experiment(experiment, run, store)
     written = report.write(report.collect(made=[found]), arguments.out)
@@ -96,16 +158,14 @@ def flags() -> Any:
     asked.add_argument("--batch-sizes", type=str, default="1,2,4,8", help="comma-separated")
     asked.add_argument("--seeds", type=int, default=3, help="how many; one seed supports no claim")
     asked.add_argument("--epochs", type=float, default=5.0, help="passes over the training images, for each run")
-    asked.add_argument(
-        "--tune", action="store_true", help="choose a learning rate per norm on held-out training images"
-    )
-    asked.add_argument(
-        "--rates", type=str, default="0.1,0.03,0.01", help="learning rates to choose from, comma-separated"
-    )
+    tune = "choose a learning rate per norm on held-out training images"
+    asked.add_argument("--tune", action="store_true", help=tune)
+    rates = "learning rates to choose from, comma-separated"
+    asked.add_argument("--rates", type=str, default="0.1,0.03,0.01", help=rates)
     asked.add_argument("--out", type=Path, default=Path("compare"), help="folder for report.html, report.md, CSV files")
     asked.add_argument("--json", action="store_true", help="print table and verdict as JSON")
     shared = made.add_argument_group("shared by all runs")
-    add_fields(shared, RunSpec, skip=OWN, defaults=DEFAULTS)
+    add_fields(shared, RunSpec, skip={*OWN, *ARM_FIELDS} - {"strength"}, defaults=DEFAULTS)
     computed = made.add_argument_group("how they are computed")
     computed.add_argument("--jobs", type=int, default=0, help="runs side by side, one process and thread each; 0: here")
     add_fields(computed, Execution)
@@ -136,15 +196,8 @@ def asked_for(arguments: Any, base: RunSpec) -> Experiment:
         trained -= trained % whole
     base = base.but(train_images=trained)
     images = math.ceil(arguments.epochs * trained / whole) * whole
-    return Experiment(
-        base,
-        tuple(arms.values()),
-        tuple(sizes),
-        arguments.seeds,
-        images,
-        tuple(numbers(arguments.rates, float, "--rates")) if arguments.tune else (),
-        holdout,
-    )
+    rates = tuple(numbers(arguments.rates, float, "--rates")) if arguments.tune else ()
+    return Experiment(base, tuple(arms.values()), tuple(sizes), arguments.seeds, images, rates, holdout)
 
 
 def protocol(experiment: Experiment) -> str:
@@ -205,19 +258,11 @@ def error_table(found: Comparison) -> list[tuple[str, ...]]:
 
     rows: list[tuple[str, ...]] = [ERROR_HEADER]
     for row in as_dict(found)["rows"]:
-        trouble = [f"{row[name]} {name}" for name in ("diverged", "failed") if row[name]]
-        rows.append(
-            (
-                row["norm"],
-                str(row["batch_size"]),
-                f"{row['learning_rate']:.3g}",
-                f"{shown(row['test_error'], 2, row['sd'])} (n = {row['n']})",
-                shown(row["test_error_recalibrated"], 2, row["sd_recalibrated"]),
-                shown(row["step_ms"], 1),
-                shown(row["peak_memory_mb"], 0),
-                ", ".join(trouble),
-            )
-        )
+        trouble = ", ".join(f"{row[name]} {name}" for name in ("diverged", "failed") if row[name])
+        setting = row["norm"], str(row["batch_size"]), f"{row['learning_rate']:.3g}"
+        error = f"{shown(row['test_error'], 2, row['sd'])} (n = {row['n']})"
+        again = shown(row["test_error_recalibrated"], 2, row["sd_recalibrated"])
+        rows.append((*setting, error, again, shown(row["step_ms"], 1), shown(row["peak_memory_mb"], 0), trouble))
     if found.is_recalibrated:
         return rows
     where = ERROR_HEADER.index("recalibrated %")

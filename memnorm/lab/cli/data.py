@@ -59,15 +59,10 @@ def show(arguments: Any) -> int:
     if arguments.json:
         print(json.dumps({"root": str(root), "data": rows}, indent=1))
         return OK
-    cells = [
-        (
-            row["name"],
-            "yes" if row["here"] else "no",
-            f"{row['megabytes']} MB" if row["megabytes"] else "",
-            row["about"],
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        download = f"{row['megabytes']} MB" if row["megabytes"] else ""
+        cells.append((row["name"], "yes" if row["here"] else "no", download, row["about"]))
     print(f"data root: {root}\n\n{table([('name', 'here', 'download', 'what'), *cells])}")
     return OK
 

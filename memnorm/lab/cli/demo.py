@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from memnorm.lab import check, report
-from memnorm.lab.arms import parse_arm
 from memnorm.lab.bench import step
-from memnorm.lab.cli.compare import as_dict, error_table
+from memnorm.lab.cli.compare import Experiment, as_dict, error_table, run_experiment
 from memnorm.lab.cli.flags import parse, parser
 from memnorm.lab.comparison import Comparison
 from memnorm.lab.console import stderr, watching
 from memnorm.lab.environment import cores
 from memnorm.lab.errors import FAILED, OK
-from memnorm.lab.experiment import Experiment, run_experiment
 from memnorm.lab.grid import run_all
 from memnorm.lab.listen import Outcome
 from memnorm.lab.report import Section
-from memnorm.lab.spec import Execution, RunSpec
+from memnorm.lab.spec import Execution, RunSpec, parse_arm
 from memnorm.lab.store import Store
 from memnorm.text import table
 
@@ -84,7 +82,9 @@ def main(words: Sequence[str]) -> int:
     costs = step.network_costs("resnet20", 8, {arm: step.ARMS[arm] for arm in MEASURED}, ROUNDS)["arms"]
     sections += [show(cost_part(costs)), show(Section("Recorded evidence", [RECORDED]))]
     written = report.write(report.collect([], title="memnorm demo", sections=sections, made=[found]), arguments.out)
-    print(numbers_of(checks, costs, found) if arguments.json else f"report: {written[0]}")
+    equations = [{"what": f"{one.what}, {one.norm}", "difference": one.error} for one in checks]
+    numbers = {"live": as_dict(found), "equations": equations, "costs": costs}
+    print(json.dumps(numbers, indent=1) if arguments.json else f"report: {written[0]}")
     return FAILED if found.failures else OK
 
 
@@ -96,21 +96,15 @@ def live(store: Store) -> Comparison:
         for spec in specs:  # those of an earlier demo do not count
             shutil.rmtree(store.run(spec).path, ignore_errors=True)
         with watching(len(specs)) as listener:
-            jobs = min(2, cores())
-            return run_all(specs, store, execution=Execution(), jobs=jobs, listener=listener)
+            return run_all(specs, store, execution=Execution(), jobs=min(2, cores()), listener=listener)
 
     return run_experiment(experiment, run, store)[0]
 
 
 def live_part(found: Comparison) -> Section:
     header, *rows = error_table(found)
-    return Section(
-        "BN and two-way memory",
-        [outcome(found), *([found.verdict.headline] if found.verdict else []), PROTOCOL],
-        header,
-        rows,
-        figure=found.name,
-    )
+    texts = [outcome(found), *([found.verdict.headline] if found.verdict else []), PROTOCOL]
+    return Section("BN and two-way memory", texts, header, rows, figure=found.name)
 
 
 def outcome(found: Comparison) -> str:
@@ -124,7 +118,6 @@ def outcome(found: Comparison) -> str:
 
 
 def bars(found: Comparison) -> str:
-    """The means as bars, by micro-batch size."""
     means = {(label, group.spec.batch_size): group.sample() for label, group in found.groups}
     longest = max((one.mean for one in means.values() if one), default=0.0) or 1.0
     rows = []
@@ -137,16 +130,12 @@ def bars(found: Comparison) -> str:
 
 
 def equations_part(checks: Sequence[check.Result]) -> Section:
-    largest = max(one.error for one in checks)
-    return Section(
-        "The layers against the equations",
-        [
-            "Each layer compared with its equations as a literal program that keeps remembered batches whole "
-            f"(memnorm.reference), in float64. Largest difference found: {largest:.1e}."
-        ],
-        ("what", "norm", "largest difference"),
-        [(one.what, one.norm, f"{one.error:.1e}") for one in checks],
+    about = (
+        "Each layer compared with its equations as a literal program that keeps remembered batches whole "
+        f"(memnorm.reference), in float64. Largest difference found: {max(one.error for one in checks):.1e}."
     )
+    rows = [(one.what, one.norm, f"{one.error:.1e}") for one in checks]
+    return Section("The layers against the equations", [about], ("what", "norm", "largest difference"), rows)
 
 
 def cost_part(costs: Sequence[dict[str, Any]]) -> Section:
@@ -154,20 +143,12 @@ def cost_part(costs: Sequence[dict[str, Any]]) -> Section:
         (one["name"], f"{one['milliseconds']:.1f}", f"{one['ratio']:.2f}", f"{one['low']:.2f} to {one['high']:.2f}")
         for one in costs
     ]
-    return Section(
-        "What a training step costs on this machine",
-        [
-            "ResNet-20, batch size 8, whole steps, the norms taking turns. MBN-2 is the paper's method. The second BN "
-            "shows how far two equal things differ here."
-        ],
-        ("norm", "ms per step", "ratio to BN", "middle half of the ratios"),
-        rows,
+    about = (
+        "ResNet-20, batch size 8, whole steps, the norms taking turns. MBN-2 is the paper's method. The second BN "
+        "shows how far two equal things differ here."
     )
-
-
-def numbers_of(checks: Sequence[check.Result], costs: Sequence[dict[str, Any]], found: Comparison) -> str:
-    equations = [{"what": f"{one.what}, {one.norm}", "difference": one.error} for one in checks]
-    return json.dumps({"live": as_dict(found), "equations": equations, "costs": list(costs)}, indent=1)
+    header = ("norm", "ms per step", "ratio to BN", "middle half of the ratios")
+    return Section("What a training step costs on this machine", [about], header, rows)
 
 
 def as_text(section: Section, *first: str) -> str:

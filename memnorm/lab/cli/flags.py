@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_origin
 
@@ -42,9 +42,7 @@ class Parser(jsonargparse.ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         message = re.sub(r"a <class '(\w+)'>", lambda found: WORDS.get(found[1], found[1]), message)
-        message = re.sub(
-            r"a typing\.Literal\[(.*?)\]", lambda found: f"one of {found[1].replace(chr(39), '')}", message
-        )
+        message = re.sub(r"a typing\.Literal\[(.*?)\]", lambda one: f"one of {one[1].replace(chr(39), '')}", message)
         super().error(message, ex)
 
 
@@ -62,7 +60,7 @@ def parser(command: str, what: str, examples: str, positional: str = "") -> json
     return made
 
 
-def add_fields(target: Any, cls: type, skip: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> None:
+def add_fields(target: Any, cls: type, skip: Collection[str] = (), defaults: Mapping[str, Any] | None = None) -> None:
     """Add a flag for each field of a dataclass; `defaults` override the dataclass's."""
     types = hints(cls)
     for field in dataclasses.fields(cls):
@@ -83,8 +81,7 @@ def _numbers(value: Any) -> list[float]:
     return [float(one) for one in names(value.strip().strip("[]"))] if isinstance(value, str) else list(value)
 
 
-def filled(cls: type[T], arguments: Any, skip: Sequence[str] = ()) -> T:
-    """The dataclass with the values of its flags."""
+def filled(cls: type[T], arguments: Any, skip: Collection[str] = ()) -> T:
     values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(cls) if field.name not in skip}  # type: ignore[arg-type]
     return cls(**{name: _plain(value) for name, value in values.items()})
 
@@ -96,21 +93,19 @@ def _plain(value: Any) -> Any:
 
 
 def add_config(made: jsonargparse.ArgumentParser) -> None:
-    """Add the flags for settings from a file."""
     made.add_argument("--config", action="config", help="YAML file with any of these settings; later flags override it")
     trust = "import a model or task package.module:factory that the file names: this runs its code"
     made.add_argument(TRUST, action="store_true", help=trust)
 
 
 def add_places(target: Any) -> None:
-    """Add flags for the folders of runs and data."""
     target.add_argument("--runs", type=Path, default=Path("runs"), help="folder that the runs are kept in")
     help = "folder of the data sets; default: $MEMNORM_DATA, else the user's cache"
     target.add_argument("--data-root", type=Path, default=None, help=help)
     target.add_argument("--download", action="store_true", help="get the data set if it is missing")
 
 
-def filled_spec(arguments: Any, skip: Sequence[str] = ()) -> RunSpec:
+def filled_spec(arguments: Any, skip: Collection[str] = ()) -> RunSpec:
     """The specification with the values of its flags and the hash of the pretrained weights."""
     if arguments.pretrained is not None and arguments.pretrained_sha256 is None:
         arguments.pretrained_sha256 = sha256(arguments.pretrained)
@@ -118,13 +113,10 @@ def filled_spec(arguments: Any, skip: Sequence[str] = ()) -> RunSpec:
 
 
 def parse(made: jsonargparse.ArgumentParser, words: Sequence[str]) -> Any:
+    """The arguments. A model or task of the user's own is refused unless its name, or the trust in its file, is on the
+    command line.
+    """
     arguments = made.parse_args(words)
-    _check_trust(arguments, words)
-    return arguments
-
-
-def _check_trust(arguments: Any, words: Sequence[str]) -> None:
-    """Refuse a model or task of the user's own unless its name, or the trust in its file, is on the command line."""
     for what in ("model", "task"):
         name = getattr(arguments, what, "")
         typed = [after for word, after in itertools.pairwise(words) if word == f"--{what}"]
@@ -132,15 +124,14 @@ def _check_trust(arguments: Any, words: Sequence[str]) -> None:
             raise UsageError(
                 f"the config file names the {what} {name}, and importing it runs its code; add {TRUST} if you trust it"
             )
+    return arguments
 
 
 def names(text: str) -> list[str]:
-    """A comma-separated list."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def numbers(text: str, kind: Callable[[str], N], flag: str) -> list[N]:
-    """A comma-separated list of positive numbers."""
     try:
         found = [kind(word) for word in names(text)]
     except ValueError:

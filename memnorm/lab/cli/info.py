@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import memnorm
+from memnorm.kernels import cpu
 from memnorm.lab import data, environment
+from memnorm.lab.cli import plain_parser
 from memnorm.lab.errors import OK
 
-EXAMPLES = """
+DESCRIPTION = """\
+What this installation consists of and runs on.
+
 examples:
   memnorm info
   memnorm info --json
@@ -21,13 +25,7 @@ examples:
 
 
 def main(words: Sequence[str]) -> int:
-    made = argparse.ArgumentParser(
-        prog="memnorm info",
-        usage="memnorm info [options]",
-        description=f"What this installation consists of and runs on.\n{EXAMPLES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = plain_parser("info", DESCRIPTION)
     made.add_argument("--data-root", type=Path, default=None, help="folder of the data sets")
     made.add_argument("--json", action="store_true", help="print it as JSON")
     arguments = made.parse_args(words)
@@ -41,18 +39,14 @@ def main(words: Sequence[str]) -> int:
 
 
 def gather(data_root: Path | None) -> dict[str, Any]:
-    import torch
-
-    root = data_root or data.default_root()
+    root, known = data_root or data.default_root(), environment.software_and_machine()
     return {
-        "memnorm": memnorm.__version__,
-        "commit": environment.commit(),
-        "python": platform.python_version(),
+        **{name: known[name] for name in ("memnorm", "commit", "python")},
         **{library: environment.version(library) for library in environment.LIBRARIES},
-        "machine": environment.machine(),
+        "machine": known["machine"],
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
-        "kernels": environment.kernels(),
+        "kernels": cpu.description(),
         "norms": memnorm.norms.available(),
         "data root": str(root),
         "data present": [name for name, entry in data.DATA_SETS.items() if entry.present(root)],

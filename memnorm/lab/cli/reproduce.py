@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memnorm.lab import report
-from memnorm.lab.arms import unsupported
 from memnorm.lab.checkpoint import reached
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_fields, add_places, filled, names, parse, parser
@@ -17,7 +17,7 @@ from memnorm.lab.console import stderr, watching
 from memnorm.lab.errors import FAILED, OK, LabError, UsageError
 from memnorm.lab.grid import run_all
 from memnorm.lab.paper import FIGURES, TABLES, Cell
-from memnorm.lab.spec import Execution, RunSpec
+from memnorm.lab.spec import Execution, RunSpec, unsupported
 from memnorm.lab.store import Store
 from memnorm.lab.tables import RULES, SCALES, Item, at_scale, select, unique_specs
 from memnorm.text import table
@@ -67,9 +67,8 @@ def flags() -> Any:
     made.add_argument("names", nargs="+", metavar="NAME", help="tables and figures, or all")
     asked = made.add_argument_group("what to run")
     asked.add_argument("--scale", choices=SCALES, default="reduced", help="rules are printed with the results")
-    asked.add_argument(
-        "--only", action="append", metavar="ROW/COLUMN", help="cells to run, comma-separated; * stands for anything"
-    )
+    only = "cells to run, comma-separated; * stands for anything"
+    asked.add_argument("--only", action="append", metavar="ROW/COLUMN", help=only)
     asked.add_argument("--seeds", type=int, default=1, help="runs per cell")
     asked.add_argument("--list", action="store_true", help="show the cells and their state, and run nothing")
     asked.add_argument("--dry-run", action="store_true", help="show the runs left to do, and run nothing")
@@ -97,23 +96,15 @@ def carry_out(
 ) -> int:
     console = stderr()
     console.print(f"scale {arguments.scale}: {RULES[arguments.scale]}", markup=False)
-    left_out = {one.obstacle for one in entries if one.obstacle}
-    for obstacle in sorted(left_out):
-        count = sum(one.obstacle == obstacle for one in entries)
+    left_out = Counter(one.obstacle for one in entries if one.obstacle)
+    for obstacle, count in sorted(left_out.items()):
         console.print(f"left out, {count} cells: {obstacle}", markup=False)
     if not specs:
         raise UsageError("none of these cells can be run here; see the reasons above")
     ensure(sorted({spec.data for spec in specs}), arguments.data_root, arguments.download)
     with watching(len(specs)) as listener:
-        outcomes = run_all(
-            specs,
-            store,
-            execution=execution,
-            data_root=arguments.data_root,
-            jobs=arguments.jobs,
-            launcher=arguments.launcher,
-            listener=listener,
-        )
+        shared: dict[str, Any] = {name: getattr(arguments, name) for name in ("data_root", "jobs", "launcher")}
+        outcomes = run_all(specs, store, execution=execution, listener=listener, **shared)
     written = report.write(report.collect([arguments.runs]), arguments.out)
     if arguments.json:
         print(json.dumps([{"run": one.spec.name, "status": one.status, "message": one.message} for one in outcomes]))
@@ -141,10 +132,8 @@ def _state(store: Store, spec: RunSpec, item: Item, values: bool) -> str:
         return f"under way, {lines[-1]['iteration'] / spec.iterations:.0%}" if lines else "to do"
     if result["status"] == "diverged":
         return f"diverged at iteration {result['diverged_at']:,}"
-    part = item.part
-    metric = (
-        part.metric if isinstance(part, Cell) else "test_error" if "test_error" in part.metrics else part.metrics[0]
-    )
+    metrics = (item.part.metric,) if isinstance(item.part, Cell) else item.part.metrics
+    metric = "test_error" if "test_error" in metrics else metrics[0]
     return f"done: {result['final'][metric]:.2f}" if values else "done"
 
 
@@ -166,13 +155,8 @@ def listing(entries: Sequence[Entry], specs: Sequence[RunSpec], store: Store, ar
         tuple("" if value is None else form.format(value) for form, value in zip(shown, row.values(), strict=True))
         for row in rows
     ]
-    return "\n\n".join(
-        [
-            f"scale {arguments.scale}: {RULES[arguments.scale]}",
-            table([("name", "cell", "paper", "iterations", "status"), *text]),
-            f"{len(specs)} runs behind these cells",
-        ]
-    )
+    cells = table([("name", "cell", "paper", "iterations", "status"), *text])
+    return f"scale {arguments.scale}: {RULES[arguments.scale]}\n\n{cells}\n\n{len(specs)} runs behind these cells"
 
 
 def queue(specs: Sequence[RunSpec], store: Store, as_json: bool) -> str:
@@ -182,16 +166,15 @@ def queue(specs: Sequence[RunSpec], store: Store, as_json: bool) -> str:
     if as_json:
         return json.dumps([dict(zip(names_of, row, strict=True)) for row in rows], indent=1)
     text = [(name, f"{iterations:,}", f"{done:,}") for name, iterations, done in rows]
-    summary = f"{len(todo)} runs to do, {len(specs) - len(todo)} done"
-    return "\n\n".join([*([table([names_of, *text])] if rows else []), summary])
+    cells = f"{table([names_of, *text])}\n\n" if rows else ""
+    return f"{cells}{len(todo)} runs to do, {len(specs) - len(todo)} done"
 
 
 def results(entries: Sequence[Entry], store: Store, scale: str) -> str:
     """Our numbers; next to the printed ones at paper scale."""
-    printed_too = scale == "paper"
-    rows = []
+    rows = [("name", "cell", "paper", "here")]
     for one in entries:
-        printed = getattr(one.item.part, "printed", None) if printed_too else None
-        paper = [("" if printed is None else f"{printed:.2f}")] if printed_too else []
-        rows.append((one.item.name, one.item.part.key, *paper, status(one, store, values=True)))
-    return table([("name", "cell", *(["paper"] if printed_too else []), "here"), *rows])
+        printed = getattr(one.item.part, "printed", None)
+        paper = "" if printed is None else f"{printed:.2f}"
+        rows.append((one.item.name, one.item.part.key, paper, status(one, store, values=True)))
+    return table(rows if scale == "paper" else [(*row[:2], row[3]) for row in rows])

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from memnorm.lab.arms import parse_arm
 from memnorm.lab.cli.data import ensure
 from memnorm.lab.cli.flags import add_config, add_fields, add_places, filled, filled_spec, parse, parser
 from memnorm.lab.console import watching
@@ -14,7 +13,7 @@ from memnorm.lab.errors import FAILED, OK
 from memnorm.lab.listen import relay
 from memnorm.lab.processes import is_first, launched
 from memnorm.lab.runner import run
-from memnorm.lab.spec import Execution, RunSpec
+from memnorm.lab.spec import Execution, RunSpec, parse_arm
 from memnorm.lab.store import Store
 
 EXAMPLES = """

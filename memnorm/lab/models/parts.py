@@ -98,7 +98,6 @@ def residual_stages(
 
 
 def chain(**layers: nn.Module) -> nn.Sequential:
-    """Layers one after the other, by name."""
     return nn.Sequential(OrderedDict(layers))
 
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memnorm.lab import tables
-from memnorm.lab.arms import unsupported
-from memnorm.lab.comparison import Comparison, Group, comparisons, final, groups_of, identity, unique
+from memnorm.lab.comparison import Comparison, Group, comparisons, final, groups_of, identity
 from memnorm.lab.errors import UsageError
 from memnorm.lab.paper import FIGURES, TABLES, Cell, Curve, Figure, Table
 from memnorm.lab.significance import Sample
-from memnorm.lab.spec import RunSpec
+from memnorm.lab.spec import RunSpec, unsupported
 from memnorm.lab.store import Store, StoredRun
 from memnorm.text import visible
 
@@ -125,7 +124,6 @@ class Chapter:
 
     @property
     def empty(self) -> bool:
-        """True if there are printed numbers only."""
         return not self.groups and not self.comparisons
 
 
@@ -142,8 +140,6 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """The contents of a report."""
-
     title: str
     facts: tuple[tuple[str, str], ...]
     sections: tuple[Section, ...]
@@ -212,7 +208,8 @@ def _read(roots: Sequence[Path | str]) -> tuple[list[StoredRun], list[str]]:
         store = Store(root)
         for run in store.runs():
             name = run.spec.name
-            if name in found and _disagree(found[name], run):
+            copies = [one for one in (found.get(name), run) if one and one.result]
+            if len({(one.status, final(one)) for one in copies}) > 1:
                 problems.append(f"{name}: two stores hold it with different results; the first by path is used")
             if name not in found or _reach(run) > _reach(found[name]):
                 found[name] = run
@@ -222,10 +219,6 @@ def _read(roots: Sequence[Path | str]) -> tuple[list[StoredRun], list[str]]:
 
 def _reach(run: StoredRun) -> tuple[bool, int]:
     return run.result is not None, len(run.metrics)
-
-
-def _disagree(one: StoredRun, other: StoredRun) -> bool:
-    return bool(one.result and other.result) and (one.status, final(one)) != (other.status, final(other))
 
 
 def _no_runs(roots: Sequence[Path | str], problems: Sequence[str]) -> str:
@@ -276,15 +269,12 @@ def _figure(figure: Figure, scale: str, groups: Mapping[str, Group]) -> FigureVi
 def _facts(runs: Sequence[StoredRun]) -> Iterable[tuple[str, str]]:
     counts = {status: sum(run.status == status for run in runs) for status in ("finished", "diverged", "unfinished")}
     yield "Runs", ", ".join(f"{count:,} {status}" for status, count in counts.items() if count)
-    days = unique(str(run.environment["started"])[:10] for run in runs if run.environment.get("started"))
+    days = sorted({str(run.environment["started"])[:10] for run in runs if run.environment.get("started")})
     if days:
         yield "Started", days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    for label, names in (
-        ("Software", ("memnorm", "torch", "python")),
-        ("Commit", ("commit",)),
-        ("Machine", ("machine",)),
-    ):
+    facts = {"Software": ("memnorm", "torch", "python"), "Commit": ("commit",), "Machine": ("machine",)}
+    for label, names in facts.items():
         known = [[(name, run.environment[name]) for name in names if run.environment.get(name)] for run in runs]
-        found = unique(", ".join(f"{n} {v}" if len(names) > 1 else str(v) for n, v in one) for one in known if one)
+        found = sorted({", ".join(f"{n} {v}" if len(names) > 1 else str(v) for n, v in one) for one in known if one})
         if found:
             yield label, "; ".join(found)

@@ -32,8 +32,6 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its panels."""
-
     name: str
     title: str
     caption: str

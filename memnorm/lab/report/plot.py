@@ -19,7 +19,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter
-from matplotlib.transforms import Affine2D, Transform
+from matplotlib.transforms import Affine2D
 
 # After Okabe and Ito, safe for colour-blind readers; dark enough for text on white, light enough on black.
 COLOURS = {
@@ -58,8 +58,6 @@ class Line:
 
 @dataclass(frozen=True)
 class Plot:
-    """The contents of a panel."""
-
     lines: Sequence[Line]
     x_title: str
     y_title: str
@@ -77,7 +75,8 @@ def draw(plot: Plot) -> str:
         matplotlib.rcParams.update({"legend.borderpad": 0, "legend.handlelength": 1.2, "legend.handletextpad": 0.5})
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)  # a pixel is a point
         FigureCanvasSVG(figure)
-        right = 28 + max([_width(legible(line.label)) for line in plot.lines], default=0)
+        widths = [[CAPITAL if one.isupper() else LETTER for one in legible(line.label)] for line in plot.lines]
+        right = 28 + max(map(sum, widths), default=0)
         box = (LEFT / WIDTH, BOTTOM / HEIGHT, (WIDTH - LEFT - right) / WIDTH, (HEIGHT - TOP - BOTTOM) / HEIGHT)
         axes = figure.add_axes(box)
         for line in plot.lines:
@@ -93,10 +92,6 @@ def legible(label: str) -> str:
     """A label for the legend: printable characters, not too long."""
     label = " ".join("".join(letter if letter.isprintable() else " " for letter in label).split())
     return label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
-
-
-def _width(label: str) -> float:
-    return sum(CAPITAL if letter.isupper() else LETTER for letter in label)
 
 
 def _colour(name: str) -> str:
@@ -142,12 +137,8 @@ def _frame(axes: Axes, plot: Plot) -> None:
     axes.tick_params(length=0, labelcolor=ink, pad=5)
     axes.tick_params(axis="x", pad=7)
     axes.set_xlabel(plot.x_title, color=ink, labelpad=3)
-    axes.text(-LEFT, axes.bbox.height + 11, plot.y_title, color=ink, transform=_points(axes))
-
-
-def _points(axes: Axes) -> Transform:
-    """Coordinates in points from the lower left corner of the axes."""
-    return Affine2D().translate(axes.bbox.x0, axes.bbox.y0)
+    points = Affine2D().translate(axes.bbox.x0, axes.bbox.y0)  # from the lower left corner of the axes
+    axes.text(-LEFT, axes.bbox.height + 11, plot.y_title, color=ink, transform=points)
 
 
 def _legend(axes: Axes, plot: Plot) -> None:

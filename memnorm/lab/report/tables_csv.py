@@ -20,12 +20,21 @@ from memnorm.lab.verdict import PairTest
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 RUN_MEASURES = ("train_loss", "train_error", "test_loss", "test_error", "test_error_top5")
-SOFTWARE = ("started", "memnorm", "commit", "torch", "python")
-ENVIRONMENT = (*SOFTWARE, "device", "threads", "channels_last", "kernels", "machine")
+ENVIRONMENT = [
+    "started",
+    "memnorm",
+    "commit",
+    "torch",
+    "python",
+    "device",
+    "threads",
+    "channels_last",
+    "kernels",
+    "machine",
+]
 
 
 def files(page: Page) -> Iterator[tuple[str, str]]:
-    """Names and contents of the files."""
     for view in page.tables:
         yield f"{view.name}.csv", written([_cell(view, one) for one in view.cells])
     for comparison in page.comparisons:
@@ -53,19 +62,18 @@ def _safe(value: Any) -> Any:
 
 
 def _cell(view: TableView, one: CellView) -> dict[str, Any]:
-    runs = one.group.runs if one.group else ()
+    printed = view.beside_print and one.cell.printed is not None and not one.apart
     return {
         "table": view.table.name,
         "scale": view.scale,
         "row": one.cell.row,
         "column": one.cell.column,
-        "printed": one.cell.printed if view.beside_print and not one.apart else None,
-        "printed_in": one.cell.source if view.beside_print and one.cell.printed is not None and not one.apart else None,
+        "printed": one.cell.printed if printed else None,
+        "printed_in": one.cell.source if printed else None,
         "metric": one.cell.metric,
         **_sample(one.ours),
         "status": one.status or "finished",
-        "seeds": " ".join(str(run.spec.seed) for run in runs),
-        "runs": " ".join(run.spec.name for run in runs),
+        **_runs(one.group.runs if one.group else ()),
         "note": one.cell.note if view.beside_print or one.spec is None else None,
     }
 
@@ -82,8 +90,7 @@ def _comparison(comparison: Comparison) -> list[dict[str, Any]]:
             **{f"recalibrated_{name}": _sample(group.sample(RECALIBRATED))[name] for name in ("mean", "sd")},
             "step_ms": group.cost.step_ms,
             "peak_memory_mb": group.cost.memory_mb,
-            "seeds": " ".join(str(run.spec.seed) for run in group.runs),
-            "runs": " ".join(run.spec.name for run in group.runs),
+            **_runs(group.runs),
         }
         for label, group in comparison.groups
     ]
@@ -102,6 +109,13 @@ def _test(test: PairTest) -> dict[str, Any]:
         "pairs_lower": test.difference.lower,
         "n": test.difference.n,
         "detectable": test.detectable,
+    }
+
+
+def _runs(runs: Sequence[StoredRun]) -> dict[str, str]:
+    return {
+        "seeds": " ".join(str(run.spec.seed) for run in runs),
+        "runs": " ".join(run.spec.name for run in runs),
     }
 
 
