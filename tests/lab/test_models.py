@@ -29,11 +29,6 @@ COUNTS = {
     ("nin", 10): 969_822,
     ("vgg16_cifar", 10): 14_728_266,
     ("small", 10): 14_746,
-    ("resnet18", 1000): 11_689_512,
-    ("resnet34", 1000): 21_797_672,
-    ("resnet50", 1000): 25_557_032,
-    ("vgg16_imagenet", 1000): 138_365_992,
-    ("googlenet", 1000): 6_624_904,
     ("prelu_net", 1000): 178_038_568,
 }
 # of names and shapes in torchvision's state_dict, and of its output for known weights
@@ -190,12 +185,6 @@ def test_gradients_reach_every_parameter(network):
     gradients = torch.autograd.grad(loss, list(network.parameters()))
     still = [name for (name, _), one in zip(network.named_parameters(), gradients, strict=True) if not one.any()]
     assert not still
-
-
-def test_shortcuts_of_a_cifar_resnet_have_no_parameters():
-    model = outline("resnet20")
-    assert len(layers(model, Subsample)) == 2
-    assert not [name for name, _ in model.named_parameters() if "downsample" in name]
 
 
 def test_the_shortcut_takes_every_second_pixel_and_adds_channels_of_zeros():

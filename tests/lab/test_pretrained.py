@@ -105,56 +105,40 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-def hostile(folder: Path, kind: str) -> Path:
-    path = folder / "weights.pt"
-    if kind == "code":
-        torch.save({"1.weight": Evil(folder / "ran")}, path)
-    elif kind == "pickle":
-        path.write_bytes(pickle.dumps(Evil(folder / "ran")))
-    elif kind == "noise":
-        path.write_bytes(bytes(range(256)) * 9)
-    elif kind == "truncated":
-        path.write_bytes(weights(path).read_bytes()[:900])
-    elif kind == "empty":
-        path.touch()
-    elif kind == "a list":
-        torch.save([torch.ones(1)], path)
-    elif kind == "a checkpoint":
-        torch.save({"model": net(4, 1).state_dict(), "epoch": 3}, path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "other network":
-        torch.save({"0.weight": torch.ones(3)}, path)
-    elif kind == "other shape":
-        weights(path, **{"4.weight": torch.ones(6, 5, 3, 3)})
-    elif kind == "sparse":
-        weights(path, **{"9.weight": torch.eye(4, 6).to_sparse()})
-    return path
+HOSTILE = {
+    "code": (
+        lambda path: torch.save({"1.weight": Evil(path.with_name("ran"))}, path),
+        "holds more than tensors and was",
+    ),
+    "pickle": (
+        lambda path: path.write_bytes(pickle.dumps(Evil(path.with_name("ran")))),
+        "holds more than tensors and was",
+    ),
+    "noise": (lambda path: path.write_bytes(bytes(range(256)) * 9), "weights.pt"),
+    "truncated": (
+        lambda path: path.write_bytes(weights(path).read_bytes()[:900]),
+        "cannot be read as pretrained weights",
+    ),
+    "empty": (lambda path: path.touch(), "cannot be read as pretrained weights"),
+    "a list": (lambda path: torch.save([torch.ones(1)], path), "must hold a state dict, tensors by name; got list"),
+    "a checkpoint": (lambda path: torch.save({"model": net(4, 1).state_dict()}, path), "tensors by name; got dict"),
+    "folder": (lambda path: path.mkdir(), "there is no file of pretrained weights"),
+    "pipe": (os.mkfifo, "there is no file of pretrained weights"),
+    "missing": (lambda path: None, "there is no file of pretrained weights"),
+    "sparse": (lambda path: weights(path, **{"9.weight": torch.eye(4, 6).to_sparse()}), "cannot be copied"),
+    "other network": (lambda path: torch.save({"0.weight": torch.ones(3)}, path), "lab:net: 1.weight is missing"),
+    "other shape": (
+        lambda path: weights(path, **{"4.weight": torch.ones(6, 5, 3, 3)}),
+        "4.weight has the shape (6, 5, 3, 3), the network needs (6, 4, 3, 3)",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("code", "holds more than tensors and was not opened"),
-        ("pickle", "holds more than tensors and was not opened"),
-        ("noise", "weights.pt"),
-        ("truncated", "cannot be read as pretrained weights"),
-        ("empty", "cannot be read as pretrained weights"),
-        ("a list", "must hold a state dict, tensors by name; got list"),
-        ("a checkpoint", "must hold a state dict, tensors by name; got dict"),
-        ("folder", "there is no file of pretrained weights"),
-        ("pipe", "there is no file of pretrained weights"),
-        ("missing", "there is no file of pretrained weights"),
-        ("sparse", "cannot be copied"),
-        ("other network", "do not fit helpers.lab:net: 1.weight is missing"),
-        ("other shape", "4.weight has the shape (6, 5, 3, 3), the network needs (6, 4, 3, 3)"),
-    ],
-)
+@pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("command", ["train", "compare"])
-def test_a_hostile_file_answers_with_a_sentence(call, tmp_path, command, kind, words):
-    path = hostile(tmp_path, kind)
+def test_a_hostile_file_answers_with_a_sentence(call, tmp_path, command, kind):
+    (write, words), path = HOSTILE[kind], tmp_path / "weights.pt"
+    write(path)
     data = ["--data", "synthetic", "--data-options", "{classes: 4, channels: 1, image_size: 8, train: 44, test: 20}"]
     code, out, err = call(command, *data, "--model", "helpers.lab:net", "--pretrained", str(path))
     assert (code, out) == (2, "")

@@ -173,14 +173,6 @@ def test_the_headline_is_the_last_evaluation_and_the_best_is_labelled(tmp_path):
     assert (row["last error"], row["best error"]) == ("8.00", "7.50 at 50,000")
 
 
-def test_a_finished_run_without_a_number_is_not_a_number_but_a_problem(tmp_path):
-    fabricate(tmp_path, CELL.spec, error=8.0)
-    fabricate(tmp_path, CELL.spec.but(seed=1), test_error=None)
-    page = page_of(tmp_path)
-    assert shown_cell(page, CELL)[1].plain == "8.00 (n = 1)"
-    assert "its test error is None" in page.problems[0]
-
-
 def test_a_damaged_run_is_listed_and_the_others_are_reported(tmp_path):
     fabricate(tmp_path, CELL.spec)
     broken = fabricate(tmp_path, CELL.spec.but(seed=1))
@@ -190,17 +182,6 @@ def test_a_damaged_run_is_listed_and_the_others_are_reported(tmp_path):
     assert broken.name in page.problems[0]
     assert str(tmp_path) not in page.problems[0]
     assert shown_cell(page, CELL)[1].plain.endswith("(n = 1)")
-
-
-@pytest.mark.parametrize("final", [None, [], "text", {"test_error": "7"}, {"test_error": True}], ids=str)
-def test_a_result_with_a_strange_end_is_a_problem_and_no_crash(tmp_path, final):
-    fabricate(tmp_path, CELL.spec.but(seed=1), error=8.0)
-    path = fabricate(tmp_path, CELL.spec)
-    result = {**json.loads((path / "result.json").read_text()), "final": final}
-    (path / "result.json").write_text(json.dumps(result))
-    page = page_of(tmp_path)
-    assert shown_cell(page, CELL)[1].plain == "8.00 (n = 1)"
-    assert "is not a result of this run: its test error is" in page.problems[0]
 
 
 @pytest.mark.parametrize("strange", [None, [], "text"], ids=str)

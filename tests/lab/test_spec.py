@@ -285,13 +285,6 @@ def test_names_are_safe_as_names_of_folders(field, value):
 
 
 @pytest.mark.parametrize(
-    ("scaling", "factor"), [("none", 1.0), ("linear", 8 / 128), ("sqrt", (8 / 128) ** 0.5)], ids=lambda one: f"{one}"
-)
-def test_the_learning_rate_scales_with_the_batch(scaling, factor):
-    assert RunSpec(batch_size=8, learning_rate=0.4, scaling=scaling).base_learning_rate == pytest.approx(0.4 * factor)
-
-
-@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"threads": -1}, "threads must not be negative; got -1"),

@@ -84,7 +84,10 @@ def test_a_damaged_result_is_a_problem_that_says_what_to_do(store, folder, text)
         ({"final": {**LINE, "test_error": 1e308}}, "its test error is 1e"),
         ({"final": {**LINE, "test_error": float("nan")}}, "its test error is nan"),
         ({"final": {**LINE, "test_error": True}}, "its test error is True"),
+        ({"final": {**LINE, "test_error": "7"}}, "its test error is '7'"),
         ({"final": None}, "its test error is None"),
+        ({"final": []}, "its test error is None"),
+        ({"final": "text"}, "its test error is None"),
     ],
 )
 def test_a_result_that_cannot_be_of_this_run_is_refused(folder, changed, problem):

@@ -44,12 +44,6 @@ def spy(monkeypatch) -> Spy:
     return Spy(monkeypatch)
 
 
-def test_the_step_schedule_divides_by_ten_at_the_milestones():
-    spec = tiny(iterations=10, learning_rate=0.1)
-    rates = [learning_rate(spec, iteration) for iteration in range(10)]
-    assert rates == pytest.approx([0.1] * 4 + [0.01] * 2 + [0.001] * 4)
-
-
 def test_the_learning_rate_falls_where_the_strength_rises():
     draw = random.Random(0)
     for _ in range(200):
@@ -112,15 +106,6 @@ def test_every_norm_starts_with_the_same_weights(model):
         assert plain.keys() == other.keys()
         for name, value in plain.items():
             torch.testing.assert_close(other[name], value, rtol=0, atol=0)
-
-
-def test_the_options_of_the_norm_reach_its_layers():
-    layers = [
-        module
-        for module in trained(tiny(norm="mbn", norm_options={"memory_size": 7})).model.modules()
-        if isinstance(module, memnorm.MemorizedBatchNorm2d)
-    ]
-    assert [layer.memory_size for layer in layers] == [7, 7]
 
 
 def test_every_norm_is_given_the_same_images_and_drops_the_same_values(store):

@@ -78,29 +78,11 @@ def test_diverged_runs_are_counted():
     assert [line.split(" seeds")[0] for line in found.details] == ["BN diverged in 2 of 2", "MBN-2 diverged in 1 of 2"]
 
 
-def test_the_arm_that_alone_trains_is_recommended():
-    assert verdict(runs(BN=[None, None, None], MBN_2=GOOD)).use == ("MBN-2",)
-
-
-def test_one_diverged_run_is_no_proof_against_an_arm():
-    assert verdict({"BN": {8: {0: None}}, "MBN-2": {8: dict(enumerate(GOOD))}}).use == ()
-
-
-def test_an_arm_that_beats_one_and_is_beaten_by_another_is_not_recommended():
-    found = verdict(runs(BN=(9.0, 9.2, 9.15), GROUP=(7.5, 7.6, 7.7), MBN_2=(6.1, 6.15, 6.3)))
-    assert found.use == ("MBN-2",)
-
-
 def test_an_arm_that_diverged_once_is_not_recommended():
     found = verdict(runs(BN=(7.5, 7.9, 7.6, 7.7), GROUP=(2.0, 2.3, 2.1, None)))
     assert found.use == ()
     assert found.tests[0].significant
     assert "no recommendation" in found.headline.lower()
-
-
-def test_an_arm_that_diverged_does_not_prevent_the_recommendation_of_another():
-    found = verdict(runs(BN=(7.5, 7.9, 7.6, 7.7), MBN_2=(6.1, 6.4, 6.1, 6.4), GROUP=(2.0, 2.3, 2.1, None)))
-    assert found.use == ("MBN-2",)
 
 
 def test_missing_seeds_are_counted():
@@ -194,11 +176,22 @@ def test_among_many_arms_one_that_never_trains_is_not_recommended():
     assert "LOST" not in found.use
 
 
-def test_an_arm_with_less_error_than_a_winner_is_recommended_too():
-    assert verdict(runs(BN=BAD, MBN_2=GOOD, GROUP=(3.0, 7.6, 6.4))).use == ("MBN-2", "GROUP")
-    assert verdict(runs(BN=BAD, MBN_2=GOOD, GROUP=(5.0, 8.6, 7.4))).use == ("MBN-2",)
-
-
 def test_the_shown_tests_are_those_against_the_lowest_error():
     found = verdict(runs(BN=(5.0, 5.1, 5.3), MBN_2=(5.3, 5.2, 5.7), GROUP=(3.0, 9.0, 7.0)))
     assert [(one.first, one.second) for one in found.shown] == [("BN", "MBN-2"), ("BN", "GROUP")]
+
+
+@pytest.mark.parametrize(
+    ("results", "use"),
+    [
+        (runs(BN=[None, None, None], MBN_2=GOOD), ("MBN-2",)),
+        ({"BN": {8: {0: None}}, "MBN-2": {8: dict(enumerate(GOOD))}}, ()),
+        (runs(BN=(9.0, 9.2, 9.15), GROUP=(7.5, 7.6, 7.7), MBN_2=(6.1, 6.15, 6.3)), ("MBN-2",)),
+        (runs(BN=(7.5, 7.9, 7.6, 7.7), MBN_2=(6.1, 6.4, 6.1, 6.4), GROUP=(2.0, 2.3, 2.1, None)), ("MBN-2",)),
+        (runs(BN=BAD, MBN_2=GOOD, GROUP=(3.0, 7.6, 6.4)), ("MBN-2", "GROUP")),
+        (runs(BN=BAD, MBN_2=GOOD, GROUP=(5.0, 8.6, 7.4)), ("MBN-2",)),
+    ],
+    ids=["alone trains", "one diverged run is no proof", "beaten by another", "diverged", "less error", "more error"],
+)
+def test_the_recommended_arms(results, use):
+    assert verdict(results).use == use
