@@ -30,6 +30,7 @@ def test_a_clear_winner_is_recommended():
     assert (test.first, test.second, test.difference.lower, test.difference.n) == ("MBN-2", "BN", 3, 3)
     assert test.difference.mean == pytest.approx(-1.5333, abs=1e-4)
     assert test.significant
+    assert test.cells[5] == "0.0019"
 
 
 def test_costs_are_relative_to_batch_norm_else_to_the_first_arm():
