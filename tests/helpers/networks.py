@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 
 from memnorm.lab import models
 
@@ -35,6 +36,10 @@ def outline(name, **request):
     """A network without memory, not to be changed."""
     with torch.device("meta"):
         return build(name, **request)
+
+
+def one_group(channels):
+    return nn.GroupNorm(1, channels)
 
 
 def layers(model, *kinds):

@@ -10,7 +10,7 @@ import importlib
 import pytest
 import torch
 from helpers.common import randn
-from helpers.networks import CONVOLUTIONS, GIANTS, HANDY, SLOW_GIANTS, build, layers, outline
+from helpers.networks import CONVOLUTIONS, GIANTS, HANDY, SLOW_GIANTS, build, layers, one_group, outline
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -44,6 +44,11 @@ TORCHVISION_OUTPUTS = {
     "resnet50": [79.31314397921233, -18.101540532552477, -37.27234396151042, 6.821658951167045],
     "googlenet": [0.01731305769116709, -0.04156207782286177, -0.20836787639919235, -0.0078096297674269954],
 }
+
+
+def drawn_weights(model):
+    kept = {id(parameter) for norm in layers(model, _BatchNorm, nn.GroupNorm) for parameter in norm.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in kept]
 
 
 @pytest.fixture(scope="module", params=[*HANDY, *SLOW_GIANTS])
@@ -138,17 +143,27 @@ def test_digits_of_8_by_8_train(name):
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_every_convolution_is_followed_by_a_norm_of_its_channels(name):
-    model = outline(name, size=32)
+    model = outline(name, size=32, norm_layer=one_group)
     calls = []
     with contextlib.ExitStack() as hooks:
-        for module in layers(model, nn.Conv2d, nn.BatchNorm2d):
+        for module in layers(model, nn.Conv2d, nn.GroupNorm):
             hooks.enter_context(module.register_forward_hook(lambda module, *_: calls.append(module)))
         model(torch.empty(2, 3, 32, 32, device="meta"))
     pairs = list(zip(calls[::2], calls[1::2], strict=True))
     assert len(pairs) == CONVOLUTIONS[name]
     for convolution, norm in pairs:
         assert isinstance(convolution, nn.Conv2d)
-        assert norm.num_features == convolution.out_channels
+        assert norm.num_channels == convolution.out_channels
+
+
+@pytest.mark.parametrize("name", HANDY)
+def test_the_same_seed_gives_the_same_weights_whatever_the_norm(name):
+    pairs = zip(
+        drawn_weights(build(name)),
+        drawn_weights(build(name, norm_layer=one_group)),
+        strict=True,
+    )
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @contextlib.contextmanager
@@ -225,10 +240,10 @@ def test_pooling_rounds_up_in_cifars_vgg_and_down_in_imagenets(name, expected):
 
 @pytest.mark.parametrize("name", ["small", "nin", "vgg16_cifar", "vgg16_imagenet", "googlenet", "prelu_net"])
 def test_every_norm_is_followed_by_a_relu(name):
-    model = outline(name, size=32)
+    model = outline(name, size=32, norm_layer=one_group)
     kind = nn.PReLU if name == "prelu_net" else nn.ReLU
-    order = layers(model, nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.PReLU)[: 3 * CONVOLUTIONS[name]]
-    assert [type(module) for module in order] == [nn.Conv2d, nn.BatchNorm2d, kind] * CONVOLUTIONS[name]
+    order = layers(model, nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.PReLU)[: 3 * CONVOLUTIONS[name]]
+    assert [type(module) for module in order] == [nn.Conv2d, nn.GroupNorm, kind] * CONVOLUTIONS[name]
 
 
 @pytest.mark.parametrize(
@@ -241,8 +256,10 @@ def test_dropout_is_as_published_unless_asked_otherwise(name, default):
 
 
 @pytest.mark.parametrize(("name", "eps"), [("googlenet", 1e-3), ("resnet18", 1e-5), ("nin", 1e-5)])
-def test_epsilon_is_a_thousandth_in_googlenet_only(name, eps):
-    assert {norm.eps for norm in layers(outline(name), nn.BatchNorm2d)} == {eps}
+@pytest.mark.parametrize("norm_layer", [nn.BatchNorm2d, memnorm.MemorizedBatchNorm2d])
+def test_epsilon_is_a_thousandth_in_googlenet_only(name, eps, norm_layer):
+    norms = layers(build(name, norm_layer=norm_layer), norm_layer)
+    assert {norm.eps for norm in norms} == {eps}
 
 
 def test_prelu_net_learns_a_slope_per_channel_from_a_quarter():

@@ -113,13 +113,25 @@ def test_a_module_inside_packages_is_found(nets):
 
 
 def test_a_factory_is_given_what_its_signature_names(nets):
-    build("users_nets:full", image_shape=(1, 8, 8), depth=5)
-    assert seen() == {"num_classes": 7, "in_channels": 1, "norm_layer": nn.BatchNorm2d, "depth": 5}
+    def norm_layer(channels):
+        return nn.GroupNorm(1, channels)
+
+    build("users_nets:full", image_shape=(1, 8, 8), norm_layer=norm_layer, depth=5)
+    assert seen() == {"num_classes": 7, "in_channels": 1, "norm_layer": norm_layer, "depth": 5}
 
 
 def test_a_factory_with_kwargs_is_given_the_number_of_classes_and_the_options_only(nets):
     build("users_nets:hands_on", extra=1)
     assert seen()["kwargs"] == {"num_classes": 7, "extra": 1}
+
+
+def test_a_factory_with_kwargs_is_given_a_norm_layer_that_was_asked_for(nets):
+    build("users_nets:hands_on", norm_layer=nn.InstanceNorm2d)
+    assert seen()["kwargs"]["norm_layer"] is nn.InstanceNorm2d
+
+
+def test_a_norm_layer_is_not_dropped_in_silence(nets):
+    assert "takes no norm_layer" in refusal("users_nets:keyword_only", norm_layer=nn.InstanceNorm2d)
 
 
 def test_the_first_import_does_not_change_the_weights(nets):

@@ -1,7 +1,10 @@
-"""The networks of the paper by name, with batch norm; and your own, as `package.module:factory`.
+"""The networks of the paper by name, with `norm_layer=` for their norms; and your own, as `package.module:factory`.
 
-build("resnet20", classes=10, image_shape=(3, 32, 32))
-build("mypackage.nets:make", classes=10, image_shape=(3, 32, 32))
+    build("resnet20", classes=10, image_shape=(3, 32, 32))
+    build("resnet50", classes=1000, image_shape=(3, 224, 224), norm_layer=lambda channels: nn.GroupNorm(32, channels))
+    build("mypackage.nets:make", classes=10, image_shape=(3, 32, 32))
+
+The same `torch.manual_seed` gives the same weights whatever the norm, as long as the norm draws no random numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 
 from memnorm.lab.errors import UsageError
 from memnorm.lab.models import cifar, imagenet
-from memnorm.lab.models.parts import Shape
+from memnorm.lab.models.parts import NormLayer, Shape
 from memnorm.text import suggestion
 
 DENSE = {"fcn": "memnorm.lab.models.cifar:fcn"}  # networks with an answer per pixel
@@ -31,7 +34,7 @@ SMALL_IMAGE = 64  # largest image of vgg16_cifar
 
 @dataclass(frozen=True)
 class Model:
-    """One entry of the registry. `build(classes, image_shape, **options)` makes the network.
+    """One entry of the registry. `build(classes, image_shape, norm_layer, **options)` makes the network.
 
     For images below `least_size`, no pixel would be left for the last convolution or pooling.
     """
@@ -64,6 +67,7 @@ def build(
     *,
     classes: int,
     image_shape: Shape,
+    norm_layer: NormLayer = nn.BatchNorm2d,
     outputs: tuple[int, ...] | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -73,11 +77,12 @@ def build(
         name: one of `available()`, `resnet` with a depth of 6n + 2, `fcn` (segmentation), or `package.module:factory`.
         classes: length of the output.
         image_shape: channels, height and width of the images it will see.
+        norm_layer: makes each norm from its number of channels.
         outputs: shape of the answer for one image, by default a value per class.
         options: of the model, such as `width` or `dropout`; of a factory of your own, anything it takes.
     """
     if ":" in name or name in DENSE:
-        return _build_own(DENSE.get(name, name), classes, image_shape, options, outputs or (classes,))
+        return _build_own(DENSE.get(name, name), classes, image_shape, norm_layer, options, outputs or (classes,))
     if outputs not in (None, (classes,)):
         raise UsageError(
             f"model {name} gives a value per class for an image, and the task needs the shape {outputs}; "
@@ -96,7 +101,7 @@ def build(
             f"model {name} needs images of at least {model.least_size}×{model.least_size} pixels; got "
             f"{image_shape[1]}×{image_shape[2]}. Models for such images: {fitting or 'none'}."
         )
-    return model.build(classes, image_shape, **options)
+    return model.build(classes, image_shape, norm_layer, **options)
 
 
 def available() -> list[str]:
@@ -119,11 +124,16 @@ def get(name: str) -> Model:
 
 
 def _build_own(
-    name: str, classes: int, image_shape: Shape, options: dict[str, Any], outputs: tuple[int, ...]
+    name: str,
+    classes: int,
+    image_shape: Shape,
+    norm_layer: NormLayer,
+    options: dict[str, Any],
+    outputs: tuple[int, ...],
 ) -> nn.Module:
     """The network of a factory. `outputs` is the shape of its answer for one image."""
     factory, attribute = imported("model", name), name.partition(":")[2]
-    arguments = _arguments(factory, classes, image_shape) | options
+    arguments = _arguments(name, factory, classes, image_shape, norm_layer) | options
     try:
         model = factory(**arguments)
     except Exception as error:
@@ -183,17 +193,27 @@ def _module(what: str, module: str) -> Any:
         raise UsageError(f"{what}: importing {module} raised {_words(error)}") from error
 
 
-def _arguments(factory: Callable[..., Any], classes: int, image_shape: Shape) -> dict[str, Any]:
-    """The arguments that the signature names. A signature with **kwargs gets `num_classes`, as torchvision's do."""
+def _arguments(
+    name: str, factory: Callable[..., Any], classes: int, image_shape: Shape, norm_layer: NormLayer
+) -> dict[str, Any]:
+    """The arguments that the signature names. A signature with **kwargs gets `num_classes`, as torchvision's do, and a
+    `norm_layer` that is not batch norm.
+    """
     try:
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):  # for example written in C
         parameters = [inspect.Parameter("arguments", inspect.Parameter.VAR_KEYWORD)]
     named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
     of_classes = "classes" if "classes" in named and "num_classes" not in named else "num_classes"
-    given = {of_classes: classes, "in_channels": image_shape[0], "norm_layer": nn.BatchNorm2d}
-    return {name: value for name, value in given.items() if name in named or (anything and name == of_classes)}
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        named |= {of_classes} if norm_layer is nn.BatchNorm2d else {of_classes, "norm_layer"}
+    if "norm_layer" not in named and norm_layer is not nn.BatchNorm2d:
+        raise UsageError(
+            f"model {name}: the factory takes no norm_layer; give it one, or replace its batch norms with "
+            f"memnorm.convert"
+        )
+    given = {of_classes: classes, "in_channels": image_shape[0], "norm_layer": norm_layer}
+    return {name: value for name, value in given.items() if name in named}
 
 
 def _check_output(name: str, model: nn.Module, outputs: tuple[int, ...], image_shape: Shape) -> None:

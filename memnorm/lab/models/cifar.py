@@ -5,13 +5,20 @@ Each ends in a global average, so the image size changes no parameter; `fcn`, fo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memnorm.lab.errors import UsageError
-from memnorm.lab.models.parts import Residual, Shape, chain, check_dropout, conv, residual_stages, vgg16_features
+from memnorm.lab.models.parts import (
+    NormLayer,
+    Residual,
+    Shape,
+    chain,
+    check_dropout,
+    check_width,
+    conv,
+    residual_stages,
+    vgg16_features,
+)
 
 
 class Subsample(nn.Module):
@@ -30,20 +37,20 @@ class Subsample(nn.Module):
         return f"stride={self.stride}, new_channels={self.new_channels}"
 
 
-def resnet(depth: int, classes: int, image_shape: Shape, *, width: int = 16) -> nn.Sequential:
+def resnet(depth: int, classes: int, image_shape: Shape, norm_layer: NormLayer, *, width: int = 16) -> nn.Sequential:
     """ResNet of 6n + 2 layers: a convolution, three stages of n blocks with 16, 32 and 64 channels, a classifier.
 
     All shortcuts are free of parameters; ResNet-20 has 269,722 parameters for 10 classes and ResNet-56 has 853,018.
     """
-    width = _check_width(width)
+    width = check_width(width)
 
     def block(inputs: int, outputs: int, stride: int) -> Residual:
         shortcut = Subsample(stride, outputs - inputs) if stride > 1 else None
-        return Residual([(inputs, outputs, 3, stride), (outputs, outputs, 3, 1)], shortcut)
+        return Residual([(inputs, outputs, 3, stride), (outputs, outputs, 3, 1)], norm_layer, shortcut)
 
     return chain(
         conv1=conv(image_shape[0], width, 3),
-        bn1=nn.BatchNorm2d(width),
+        bn1=norm_layer(width),
         relu=nn.ReLU(inplace=True),
         **residual_stages(width, width, [(depth - 2) // 6] * 3, block),
         avgpool=nn.AdaptiveAvgPool2d(1),
@@ -52,7 +59,7 @@ def resnet(depth: int, classes: int, image_shape: Shape, *, width: int = 16) -> 
     )
 
 
-def nin(classes: int, image_shape: Shape, *, dropout: float = 0.5) -> nn.Sequential:
+def nin(classes: int, image_shape: Shape, norm_layer: NormLayer, *, dropout: float = 0.5) -> nn.Sequential:
     """Network in Network: three times a convolution and two 1×1 convolutions; the last one's channels are the classes,
     averaged over the image. No linear layer.
 
@@ -74,12 +81,12 @@ def nin(classes: int, image_shape: Shape, *, dropout: float = 0.5) -> nn.Sequent
     for plan, end in zip(plans, ends, strict=True):
         for inputs, outputs, kernel in plan:
             convolution = conv(inputs, outputs, kernel, bias=True, std=0.05)
-            layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+            layers += [convolution, norm_layer(outputs), nn.ReLU(inplace=True)]
         layers += end
     return nn.Sequential(*layers)
 
 
-def vgg16(classes: int, image_shape: Shape) -> nn.Sequential:
+def vgg16(classes: int, image_shape: Shape, norm_layer: NormLayer) -> nn.Sequential:
     """VGG-16 for small images: the thirteen convolutions of the original, and one linear layer 512 → classes.
 
     The original's three linear layers expect 7×7 maps of a 224×224 image and hold nine tenths of its weights. On 32×32
@@ -87,47 +94,50 @@ def vgg16(classes: int, image_shape: Shape) -> nn.Sequential:
     rounds up, which changes nothing at 32×32 and leaves a pixel of a 28×28 image.
     """
     return chain(
-        features=vgg16_features(image_shape[0], ceil_mode=True),
+        features=vgg16_features(image_shape[0], norm_layer, ceil_mode=True),
         avgpool=nn.AdaptiveAvgPool2d(1),
         flatten=nn.Flatten(),
         classifier=nn.Linear(512, classes),
     )
 
 
-def small(classes: int, image_shape: Shape, *, width: int = 16) -> nn.Sequential:
+def small(classes: int, image_shape: Shape, norm_layer: NormLayer, *, width: int = 16) -> nn.Sequential:
     """Three convolutions for handwritten digits and quick trials, with torch's own initial weights."""
-    width = _check_width(width)
-    return nn.Sequential(
-        *_unit(image_shape[0], width),
-        *_unit(width, 2 * width, 2),
-        *_unit(2 * width, 2 * width),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, classes)),
-    )
+    width = check_width(width)
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in (
+        (image_shape[0], width, 1),
+        (width, 2 * width, 2),
+        (2 * width, 2 * width, 1),
+    ):
+        layers += [
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            norm_layer(outputs),
+            nn.ReLU(inplace=True),
+        ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, classes))
 
 
-def fcn(num_classes: int, in_channels: int, width: int = 16) -> nn.Sequential:
+def fcn(num_classes: int, in_channels: int, norm_layer: NormLayer = nn.BatchNorm2d, width: int = 16) -> nn.Sequential:
     """Six convolutions, fully convolutional: two halvings of the image, two doublings, and a classifier per pixel. The
     sides of the image must be multiples of 4.
     """
-    width = _check_width(width)
+    width = check_width(width)
+
+    def block(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
+        return [
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            norm_layer(outputs),
+            nn.ReLU(inplace=True),
+        ]
+
     return nn.Sequential(
-        *_unit(in_channels, width),
-        *_unit(width, 2 * width, 2),
-        *_unit(2 * width, 4 * width, 2),
+        *block(in_channels, width),
+        *block(width, 2 * width, 2),
+        *block(2 * width, 4 * width, 2),
         nn.Upsample(scale_factor=2),
-        *_unit(4 * width, 2 * width),
+        *block(4 * width, 2 * width),
         nn.Upsample(scale_factor=2),
-        *_unit(2 * width, width),
+        *block(2 * width, width),
         nn.Conv2d(width, num_classes, 1),
     )
-
-
-def _unit(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
-    convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-    return [convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
-
-
-def _check_width(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"width must be a whole number of at least 1; got {value!r}")
-    return value

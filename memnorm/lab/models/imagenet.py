@@ -6,14 +6,22 @@ ResNet, VGG and GoogLeNet name and shape their parameters as torchvision does, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from memnorm.lab.models.parts import Residual, Shape, chain, check_dropout, conv, residual_stages, vgg16_features
+from memnorm.lab.models.parts import (
+    NormLayer,
+    Residual,
+    Shape,
+    chain,
+    check_dropout,
+    conv,
+    linear,
+    residual_stages,
+    vgg16_features,
+)
 
 RESNETS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
 
@@ -34,7 +42,7 @@ SLOPE = 0.25  # initial slope of PReLU-net's activations below zero
 PYRAMID = (7, 3, 2, 1)
 
 
-def resnet(depth: int, classes: int, image_shape: Shape) -> nn.Sequential:
+def resnet(depth: int, classes: int, image_shape: Shape, norm_layer: NormLayer) -> nn.Sequential:
     """ResNet-18 and -34 of two 3×3 convolutions per block, ResNet-50 of bottlenecks 1×1, 3×3 (with the stride), 1×1.
 
     Where a block changes the shape, its shortcut is a 1×1 convolution with a norm.
@@ -47,12 +55,12 @@ def resnet(depth: int, classes: int, image_shape: Shape) -> nn.Sequential:
         bottleneck = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)]
         shortcut = None
         if stride > 1 or inputs != outputs:
-            shortcut = nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
-        return Residual(bottleneck if expansion > 1 else plain, shortcut)
+            shortcut = nn.Sequential(conv(inputs, outputs, 1, stride), norm_layer(outputs))
+        return Residual(bottleneck if expansion > 1 else plain, norm_layer, shortcut)
 
     return chain(
         conv1=conv(image_shape[0], 64, 7, 2),
-        bn1=nn.BatchNorm2d(64),
+        bn1=norm_layer(64),
         relu=nn.ReLU(inplace=True),
         maxpool=nn.MaxPool2d(3, 2, padding=1),
         **residual_stages(64, 64, RESNETS[depth], block, expansion),
@@ -62,31 +70,22 @@ def resnet(depth: int, classes: int, image_shape: Shape) -> nn.Sequential:
     )
 
 
-def vgg16(classes: int, image_shape: Shape, *, dropout: float = 0.5) -> nn.Sequential:
+def vgg16(classes: int, image_shape: Shape, norm_layer: NormLayer, *, dropout: float = 0.5) -> nn.Sequential:
     """VGG-16 with a norm after each convolution. Maps are averaged (or, of small images, repeated) to 7×7."""
+    dropout = check_dropout(dropout)
     return chain(
-        features=vgg16_features(image_shape[0], ceil_mode=False),
+        features=vgg16_features(image_shape[0], norm_layer, ceil_mode=False),
         avgpool=nn.AdaptiveAvgPool2d(7),
         flatten=nn.Flatten(),
-        classifier=_classifier(512 * 7 * 7, classes, lambda: nn.ReLU(inplace=True), dropout),
-    )
-
-
-def _linear(inputs: int, outputs: int, *, std: float = 0.01) -> nn.Linear:
-    """A linear layer with Gaussian weights, for the wide ones before a classifier."""
-    layer: nn.Linear = skip_init(nn.Linear, inputs, outputs, device=torch.get_default_device())
-    nn.init.normal_(layer.weight, std=std)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def _classifier(inputs: int, classes: int, activation: Callable[[], nn.Module], dropout: float) -> nn.Sequential:
-    """Three linear layers, with an activation and dropout after the first two."""
-    dropout = check_dropout(dropout)
-    return nn.Sequential(
-        *(_linear(inputs, 4096), activation(), nn.Dropout(dropout)),
-        *(_linear(4096, 4096), activation(), nn.Dropout(dropout)),
-        _linear(4096, classes),
+        classifier=nn.Sequential(
+            linear(512 * 7 * 7, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            linear(4096, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            linear(4096, classes),
+        ),
     )
 
 
@@ -96,19 +95,21 @@ class Inception(nn.Module):
     The third branch has a 3×3 convolution where the paper has 5×5: torchvision's weights are so.
     """
 
-    def __init__(self, inputs: int, widths: tuple[int, ...]) -> None:
+    def __init__(self, inputs: int, widths: tuple[int, ...], norm_layer: NormLayer) -> None:
         super().__init__()
         one, reduced, three, reduced_again, five, pooled = widths
-        self.branch1 = _unit(inputs, one, 1)
-        self.branch2 = nn.Sequential(_unit(inputs, reduced, 1), _unit(reduced, three, 3))
-        self.branch3 = nn.Sequential(_unit(inputs, reduced_again, 1), _unit(reduced_again, five, 3))
-        self.branch4 = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), _unit(inputs, pooled, 1))
+        self.branch1 = _unit(inputs, one, 1, norm_layer)
+        self.branch2 = nn.Sequential(_unit(inputs, reduced, 1, norm_layer), _unit(reduced, three, 3, norm_layer))
+        self.branch3 = nn.Sequential(
+            _unit(inputs, reduced_again, 1, norm_layer), _unit(reduced_again, five, 3, norm_layer)
+        )
+        self.branch4 = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), _unit(inputs, pooled, 1, norm_layer))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.branch1(x), self.branch2(x), self.branch3(x), self.branch4(x)], 1)
 
 
-def googlenet(classes: int, image_shape: Shape, *, dropout: float = 0.2) -> nn.Sequential:
+def googlenet(classes: int, image_shape: Shape, norm_layer: NormLayer, *, dropout: float = 0.2) -> nn.Sequential:
     """GoogLeNet with a norm after each convolution and without the auxiliary classifiers, for which norms leave no
     need.
     """
@@ -116,27 +117,29 @@ def googlenet(classes: int, image_shape: Shape, *, dropout: float = 0.2) -> nn.S
     channels = 192
     for stage, plans in INCEPTIONS.items():
         for letter, widths in zip("abcde", plans, strict=False):
-            blocks[f"inception{stage}{letter}"] = Inception(channels, widths)
+            blocks[f"inception{stage}{letter}"] = Inception(channels, widths, norm_layer)
             channels = widths[0] + widths[2] + widths[4] + widths[5]
         if stage != "5":
             blocks[f"maxpool{stage}"] = nn.MaxPool2d(3 if stage == "3" else 2, 2, ceil_mode=True)
     return chain(
-        conv1=_unit(image_shape[0], 64, 7, stride=2),
+        conv1=_unit(image_shape[0], 64, 7, norm_layer, stride=2),
         maxpool1=nn.MaxPool2d(3, 2, ceil_mode=True),
-        conv2=_unit(64, 64, 1),
-        conv3=_unit(64, 192, 3),
+        conv2=_unit(64, 64, 1, norm_layer),
+        conv3=_unit(64, 192, 3, norm_layer),
         maxpool2=nn.MaxPool2d(3, 2, ceil_mode=True),
         **blocks,
         avgpool=nn.AdaptiveAvgPool2d(1),
         flatten=nn.Flatten(),
         dropout=nn.Dropout(check_dropout(dropout)),
-        fc=_linear(channels, classes),
+        fc=linear(channels, classes),
     )
 
 
-def _unit(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
+def _unit(inputs: int, outputs: int, kernel: int, norm_layer: NormLayer, stride: int = 1) -> nn.Sequential:
     """Convolution, norm and ReLU of GoogLeNet. Its batch norms have ε = 0.001."""
-    norm = nn.BatchNorm2d(outputs, eps=0.001)
+    norm = norm_layer(outputs)
+    if isinstance(norm, _BatchNorm):
+        norm.eps = 0.001
     return chain(conv=conv(inputs, outputs, kernel, stride), bn=norm, relu=nn.ReLU(inplace=True))
 
 
@@ -157,7 +160,7 @@ class Pyramid(nn.Module):
         return f"levels={self.levels}"
 
 
-def prelu_net(classes: int, image_shape: Shape, *, dropout: float = 0.5) -> nn.Sequential:
+def prelu_net(classes: int, image_shape: Shape, norm_layer: NormLayer, *, dropout: float = 0.5) -> nn.Sequential:
     """The 19-layer model A of the PReLU paper, with a norm after each convolution, which the paper had none of.
 
     A 7×7 convolution with stride 2 and three times five 3×3 convolutions, each five after a pooling that halves the
@@ -165,18 +168,25 @@ def prelu_net(classes: int, image_shape: Shape, *, dropout: float = 0.5) -> nn.S
     channel, initially 0.25, follows each layer but the last. 178,038,568 parameters for 1,000 classes and RGB images,
     132 million of them in the first linear layer.
     """
-    tiles = sum(level * level for level in PYRAMID)
+    dropout = check_dropout(dropout)
     layers: list[nn.Module] = []
     channels = image_shape[0]
     for width, kernel, stride, repeats in ((96, 7, 2, 1), (256, 3, 1, 5), (512, 3, 1, 5), (512, 3, 1, 5)):
         if layers:
             layers.append(nn.MaxPool2d(2))
         for _ in range(repeats):
-            layers.append(conv(channels, width, kernel, stride, slope=SLOPE))
-            layers += [nn.BatchNorm2d(width), nn.PReLU(width, SLOPE)]
+            layers += [conv(channels, width, kernel, stride, slope=SLOPE), norm_layer(width), nn.PReLU(width, SLOPE)]
             channels = width
     return chain(
         features=nn.Sequential(*layers),
         pyramid=Pyramid(PYRAMID),
-        classifier=_classifier(channels * tiles, classes, lambda: nn.PReLU(4096, SLOPE), dropout),
+        classifier=nn.Sequential(
+            linear(channels * sum(level * level for level in PYRAMID), 4096),
+            nn.PReLU(4096, SLOPE),
+            nn.Dropout(dropout),
+            linear(4096, 4096),
+            nn.PReLU(4096, SLOPE),
+            nn.Dropout(dropout),
+            linear(4096, classes),
+        ),
     )

@@ -18,6 +18,7 @@ from torch.nn.utils import skip_init
 from memnorm.lab.errors import UsageError
 from memnorm.layers import MemorizedBatchNorm
 
+NormLayer = Callable[[int], nn.Module]
 Shape = tuple[int, int, int]  # channels, height, width of an image
 
 
@@ -47,6 +48,14 @@ def conv(
     return layer
 
 
+def linear(inputs: int, outputs: int, *, std: float = 0.01) -> nn.Linear:
+    """A linear layer with Gaussian weights, for the wide ones before a classifier."""
+    layer: nn.Linear = skip_init(nn.Linear, inputs, outputs, device=torch.get_default_device())
+    nn.init.normal_(layer.weight, std=std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 def norm_relu(norm: nn.Module, x: Tensor, shortcut: Tensor | None = None, *, fused: bool = True) -> Tensor:
     """relu(norm(x) + shortcut), in one pass over the data if `fused` and the norm supports it."""
     if fused and isinstance(norm, MemorizedBatchNorm):
@@ -62,14 +71,16 @@ class Residual(nn.Module):
     downsample are torchvision's; without `shortcut` the input itself is added.
     """
 
-    def __init__(self, plan: Iterable[tuple[int, int, int, int]], shortcut: nn.Module | None = None) -> None:
+    def __init__(
+        self, plan: Iterable[tuple[int, int, int, int]], norm_layer: NormLayer, shortcut: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.fused = True
         self.depth = 0
         for inputs, outputs, kernel, stride in plan:
             self.depth += 1
             self.add_module(f"conv{self.depth}", conv(inputs, outputs, kernel, stride))
-            self.add_module(f"bn{self.depth}", nn.BatchNorm2d(outputs))
+            self.add_module(f"bn{self.depth}", norm_layer(outputs))
         self.downsample = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,12 +112,12 @@ def chain(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
-def vgg16_features(channels: int, *, ceil_mode: bool) -> nn.Sequential:
+def vgg16_features(channels: int, norm_layer: NormLayer, *, ceil_mode: bool) -> nn.Sequential:
     """VGG-16's thirteen 3×3 convolutions, each with a norm and a ReLU, and five poolings that halve the image."""
     layers: list[nn.Module] = []
     for width, repeats in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
         for _ in range(repeats):
-            layers += [conv(channels, width, 3, bias=True), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            layers += [conv(channels, width, 3, bias=True), norm_layer(width), nn.ReLU(inplace=True)]
             channels = width
         layers.append(nn.MaxPool2d(2, ceil_mode=ceil_mode))
     return nn.Sequential(*layers)
@@ -115,4 +126,10 @@ def vgg16_features(channels: int, *, ceil_mode: bool) -> nn.Sequential:
 def check_dropout(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise UsageError(f"dropout must be at least 0 and below 1; got {value!r}")
+    return value
+
+
+def check_width(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"width must be a whole number of at least 1; got {value!r}")
     return value
