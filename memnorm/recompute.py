@@ -65,7 +65,7 @@ class Reading(NamedTuple):
 
     sequence: int
     batch: Moments
-    memory: Moments
+    memory: Any  # Moments, or another NamedTuple of tensors
 
 
 class Readings:
@@ -83,7 +83,7 @@ class Readings:
         self._replay: tuple[int, int] = (-1, -1)
         self._replayed = 0
 
-    def keep(self, batch: Moments, memory: Moments) -> None:
+    def keep(self, batch: Moments, memory: Any) -> None:
         """Keep a reading if the running forward may be recomputed."""
         hooks = top_saved_tensors_hooks(True)
         if inside_function():
@@ -94,14 +94,12 @@ class Readings:
         else:
             return
         # Copies, because the layer may overwrite what it read.
-        mean, var, weight = memory
-        kept = torch.tensor(weight, dtype=torch.float64) if isinstance(weight, float) else weight.clone()
-        copied = Moments(mean.clone(), var.clone(), kept)
-        shelf.append(Reading(next_sequence_number(), batch, copied))
+        copied = (torch.tensor(one, dtype=torch.float64) if isinstance(one, float) else one.clone() for one in memory)
+        shelf.append(Reading(next_sequence_number(), batch, type(memory)(*copied)))
         if bounded and len(shelf) > BOUND:
             self._last_dropped = shelf.popleft().sequence
 
-    def recall(self, batch: Moments) -> Moments | None:
+    def recall(self, batch: Moments) -> Any:
         """The memory that the recomputed forward read the first time; None if no reading was kept."""
         candidates = self._candidates()
         if not candidates:
@@ -113,7 +111,7 @@ class Readings:
         distance_J = (means_JC - batch.mean).abs().sum(1) + (vars_JC - batch.var).abs().sum(1)
         nearest = distance_J.argmin()  # the first of equals, which is the preferred one
         parts = zip(*(reading.memory for reading in candidates), strict=True)
-        return Moments(*(torch.stack(part)[nearest] for part in parts))
+        return type(candidates[0].memory)(*(torch.stack(part)[nearest] for part in parts))
 
     def _candidates(self) -> list[Reading]:
         """All readings that may belong to this recomputation, beginning with the most likely by the order of autograd

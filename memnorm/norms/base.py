@@ -141,7 +141,7 @@ class RunningNorm(Recording, _BatchNorm):
         compiling = torch.compiler.is_compiling()
         replaying = not compiling and inside_backward()
         remembered = self.READS_STATISTICS and not compiling
-        state = self._kept_readings.recall(constant_moments(input)) if replaying and remembered else None
+        state = self._kept_readings.recall(self._batch(input)) if replaying and remembered else None
         if state is None:
             state = self._read()
         output, batch = self._normalize(input, state)
@@ -163,6 +163,8 @@ class RunningNorm(Recording, _BatchNorm):
         """A copy of the running statistics and of the number of batches, for this forward."""
         return Moments(snapshot(self.running_mean), snapshot(self.running_var), snapshot(self.num_batches_tracked))
 
+    _batch = staticmethod(constant_moments)  # by which a recomputed forward is recognized
+
     def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
         """The output, and the batch's own moments (biased variance; constants)."""
         raise NotImplementedError
@@ -178,10 +180,10 @@ class RunningNorm(Recording, _BatchNorm):
 
     def _share(self, batches: Any) -> Tensor | float:
         """The weight of the next batch in the running statistics of `batches` batches."""
-        if self.momentum is None:
-            return 1 / (self._as_float(batches) + 1)
-        share = float(self.momentum)
-        return share / (1 - (1 - share) ** (self._as_float(batches) + 1)) if self.DEBIASED else share
+        if self.momentum is not None and not self.DEBIASED:
+            return float(self.momentum)
+        count = read(self._as_float(batches)) + 1
+        return 1 / count if self.momentum is None else self.momentum / (1 - (1 - self.momentum) ** count)
 
     def _as_float(self, batches: Any) -> Tensor:
         return batches.to(statistics_dtype(self.running_mean.dtype))
@@ -314,15 +316,26 @@ def blend(old: Tensor, new: Tensor, share: Tensor | float) -> Tensor:
     return torch.lerp(old.to(dtype), new.to(dtype), weight)
 
 
-def store_finite(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def store_finite(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Any:
     """Write the values in place if all are finite in the dtypes of the buffers, which may be narrower. Return True if
     they are.
     """
     narrow = [value.to(buffer.dtype) for buffer, value in zip(buffers, values, strict=True)]
-    finite = torch.stack([value.isfinite().all() for value in narrow]).all()
+    zeros = [value.mul(0).sum() for value in narrow if value.is_floating_point()]  # NaN if a value is not finite
+    finite = read(sum(zeros[1:], zeros[0]) == 0)
     for buffer, value in zip(buffers, narrow, strict=True):
-        buffer.copy_(torch.where(finite, value, buffer))
+        buffer.copy_(choose(finite, value, buffer))
     return finite
+
+
+def read(scalar: Tensor) -> Any:
+    """The number in a scalar on the CPU, where reading it does not wait. Elsewhere, and in graphs, the scalar."""
+    return scalar.item() if scalar.is_cpu and type(scalar) is Tensor and cpu.unobserved() else scalar
+
+
+def choose(condition: Any, yes: Tensor, no: Tensor) -> Tensor:
+    """`torch.where`, without an operation if the condition was read."""
+    return torch.where(condition, yes, no) if isinstance(condition, Tensor) else (yes if condition else no)
 
 
 def restored(layer: RunningNorm) -> _BatchNorm:
@@ -354,9 +367,9 @@ def require_recording(layer: RunningNorm) -> None:
         )
 
 
-def count_up(counter: Tensor, valid: Tensor, limit: int) -> None:
+def count_up(counter: Tensor, valid: Any, limit: int) -> None:
     """Add 1 to the counter in place if `valid`, until it reaches `limit`."""
-    counter.copy_((counter + valid.to(counter.dtype)).clamp(max=limit))
+    counter.add_(valid).clamp_(max=limit)
 
 
 def check_whole(name: str, value: Any, least: int) -> int:

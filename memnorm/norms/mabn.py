@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +39,34 @@ from torch.nn.utils import parametrize
 
 from memnorm.centering import centred, feeding, groups_of, outputs_of
 from memnorm.errors import OptionError, is_number
-from memnorm.functional import Moments, constant_moments, count_per_channel, snapshot
+from memnorm.functional import Moments, count_per_channel, snapshot, statistics_dtype
 from memnorm.kernels import cpu
-from memnorm.norms.base import RunningNorm, check_whole, count_up, require_recording
+from memnorm.norms.base import (
+    RunningNorm,
+    blend,
+    check_whole,
+    choose,
+    count_up,
+    read,
+    require_recording,
+    store_finite,
+)
+
+
+class Memory(NamedTuple):
+    """The buffers that a training forward reads."""
+
+    rows: Tensor
+    images: Tensor
+    moving: Tensor
+    steps: Tensor
 
 
 class Averaged(Moments):
-    """Moments of a batch, and χ̄² including the batch."""
+    """Mean, which is taken as zero, and χ² of a batch; χ̄², and the rows and images of the window with the batch."""
 
     average: Tensor
+    window: tuple[Tensor, Tensor]
 
 
 class MovingAverageBatchNorm(RunningNorm):
@@ -93,61 +112,57 @@ class MovingAverageBatchNorm(RunningNorm):
         self._remember("memory_steps", dtype=torch.long)
         self._positions = 1
 
-    def _read(self) -> Moments:
-        """The remembered χ², their moving average, their numbers of images, and the number of iterations."""
-        counts = torch.cat([self.memory_square_images, self.memory_steps[None]])
-        return Moments(snapshot(self.memory_square), snapshot(self.running_var), snapshot(counts))
-
-    def _normalize(self, x: Tensor, state: Moments) -> tuple[Tensor, Moments]:
-        require_recording(self)
-        self._positions = math.prod(x.shape[2:])
-        batch = Averaged(*constant_moments(x))
-        batch.average, ratio, settled = self._averages(batch, state)
-        y: Tensor = _Normalize.apply(x, self.weight, self.bias, batch.average, ratio, settled, self)
-        return y, batch
-
-    def _images(self, batch: Moments) -> Any:
-        return batch.weight // self._positions
-
-    def _averages(self, batch: Moments, state: Moments) -> tuple[Tensor, Tensor, Tensor]:
-        """χ̄², r, and True if χ̄² is the average over the window. Torch's tools set `momentum=None` to average
-        statistics over separately normalized batches.
-        """
-        square, counts = _square(batch), torch.as_tensor(state.weight)
-        steps = counts[-1]
-        settled = steps >= self.warmup
-        if self.momentum is None:
-            return square, torch.ones_like(square), torch.zeros_like(settled)
-        windowed = window_mean(square, self._images(batch), state.mean, counts[:-1], self.window)
-        average = torch.where(settled, windowed, square)
-        ratio = torch.sqrt((average + self.eps) / (state.var.to(square.dtype) + self.eps))
-        ratio = ratio.clamp(1 / self.max_ratio, self.max_ratio)
-        corrects = settled & (steps >= self.correct_after)
-        return average, torch.where(corrects, ratio, torch.ones_like(ratio)), settled
-
-    def _record(self, batch: Any, state: Moments) -> None:
-        square = _square(batch)
-        finite = square.to(self.memory_square.dtype).isfinite().all()
-        self._write(torch.zeros_like(square), batch.average)
-        self._push(self.memory_square, self.memory_square_images, square, self._images(batch), finite)
-        count_up(self.memory_steps, finite, max(self.warmup, self.correct_after))
-
-    def _average_product(self, product: Tensor, images: int, settled: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-        """Ψ̄ for the backward of a batch. Ψ is recorded in the buffers of the forward."""
-        average = torch.where(settled, window_mean(product, images, rows, counts, self.window), product)
-        if self.recording:
-            self._push(rows, counts, product, images, product.to(rows.dtype).isfinite().all())
-        return average
+    def _read(self) -> Any:
+        """The buffers themselves, because what is computed from them is computed before they change."""
+        memory = Memory(self.memory_square, self.memory_square_images, self.running_var, self.memory_steps)
+        return Memory(*map(snapshot, memory)) if torch.compiler.is_compiling() else memory
 
     @staticmethod
-    def _push(rows: Tensor, counts: Tensor, newest: Tensor, images: int, valid: Tensor) -> None:
-        """Put the newest row and its number of images first and drop the oldest, in place, if `valid`."""
-        for buffer, value in ((rows, newest), (counts, counts.new_full((), images))):
-            moved = torch.cat([value[None].to(buffer.dtype), buffer])[: buffer.shape[0]]
-            buffer.copy_(torch.where(valid, moved, buffer))
+    def _batch(x: Tensor) -> Averaged:
+        cpu.require_memory(x)
+        square = x.detach().to(statistics_dtype(x.dtype)).square().mean([0, *range(2, x.dim())])
+        return Averaged(torch.zeros_like(square), square, count_per_channel(x))
+
+    def _normalize(self, x: Tensor, state: Any) -> tuple[Tensor, Moments]:
+        require_recording(self)
+        self._positions = math.prod(x.shape[2:])
+        batch = self._batch(x)
+        batch.window, limit, batch.average, ratio = self._averages(batch.var, x.shape[0], state)
+        y: Tensor = _Normalize.apply(x, self.weight, self.bias, batch.mean, batch.average, ratio, (limit, self))
+        return y, batch
+
+    def _averages(self, square: Tensor, images: int, state: Memory) -> tuple[Any, Any, Tensor, Tensor]:
+        """The window with the batch, the largest number of images in an average, χ̄² and r. Torch's tools set
+        `momentum=None` to average statistics over separately normalized batches.
+        """
+        steps = -1 if self.momentum is None else read(state.steps)
+        limit = images + (steps >= self.warmup) * max(self.window - images, 0)
+        window = with_newest(square, images, state.rows, state.images)
+        average, ones = window_mean(*window, limit).to(square.dtype), torch.ones_like(square)
+        corrects = steps >= max(self.warmup, self.correct_after)
+        if corrects is False:
+            return window, limit, average, ones
+        ratio = torch.sqrt((average + self.eps) / (state.moving.to(square.dtype) + self.eps))
+        return window, limit, average, choose(corrects, ratio.clamp(1 / self.max_ratio, self.max_ratio), ones)
+
+    def _record(self, batch: Any, state: Any) -> None:
+        moving = blend(self.running_var, batch.average, self._share(self.num_batches_tracked))
+        rows, images = batch.window
+        buffers = self.running_var, self.memory_square, self.memory_square_images
+        finite = store_finite(buffers, (moving, rows[:-1], images[:-1]))
+        self.num_batches_tracked.add_(finite)
+        count_up(self.memory_steps, finite, max(self.warmup, self.correct_after))
+
+    def _average_product(self, product: Tensor, images: int, limit: Any, memory: tuple[Tensor, Tensor]) -> Tensor:
+        """Ψ̄ for the backward of a batch. Ψ is recorded in the buffers of the forward."""
+        rows_KC, images_K = with_newest(product, images, *memory)
+        if self.recording:
+            store_finite(memory, (rows_KC[:-1], images_K[:-1]))
+        return window_mean(rows_KC, images_K, limit).to(product.dtype)
 
     def training_moments(self, batch: Moments) -> Moments:
-        average, ratio, _ = self._averages(batch, self._read())
+        images = int(batch.weight // self._positions)
+        _, _, average, ratio = self._averages(_square(batch), images, self._read())
         return Moments(torch.zeros_like(average), (average + self.eps) / ratio.square() - self.eps, batch.weight)
 
     def running_from(self, moments: Moments) -> Moments:
@@ -161,11 +176,15 @@ class MovingAverageBatchNorm(RunningNorm):
             state_dict[prefix + "running_mean"] = torch.zeros_like(mean)
 
 
-def window_mean(newest: Tensor, images: int, rows_KC: Tensor, images_K: Tensor, window: int) -> Tensor:
-    """The mean, by images, of `newest` and of the first rows that hold at most `window` images with it."""
-    share_K = images_K * (images_K.cumsum(0) <= window - images)
-    total = (share_K[:, None] * rows_KC).sum(0) + images * newest
-    return (total / (share_K.sum() + images)).to(newest.dtype)
+def with_newest(newest: Tensor, images: int, rows_KC: Tensor, images_K: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows and their numbers of images, the newest first."""
+    return torch.cat([newest[None], rows_KC]), torch.cat([images_K.new_full((1,), images), images_K])
+
+
+def window_mean(rows_KC: Tensor, images_K: Tensor, limit: Any) -> Tensor:
+    """The mean, by images, of the first rows that hold at most `limit` images together."""
+    used_K = images_K * (images_K.cumsum(0) <= limit)
+    return (used_K[:, None] * rows_KC).sum(0) / used_K.sum()
 
 
 def _square(batch: Moments) -> Tensor:
@@ -176,28 +195,28 @@ class _Normalize(torch.autograd.Function):
     """The layer as one autograd node. Its backward uses Ψ̄ instead of Ψ, so it is not the derivative of the forward."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, average, ratio, settled, layer):
-        ctx.save_for_backward(x, weight, average, ratio, settled)
-        ctx.layer, ctx.bias_dtype = layer, None if bias is None else bias.dtype
-        ctx.memory = layer.memory_product, layer.memory_product_images
+    def forward(ctx, x, weight, bias, zeros, average, ratio, more):
+        ctx.limit, ctx.layer = more
         scale = ratio if weight is None else ratio * weight.to(ratio.dtype)
+        ctx.save_for_backward(x, weight, zeros, average, ratio, scale)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.memory = ctx.layer.memory_product, ctx.layer.memory_product_images
         shift = None if bias is None else bias.to(ratio.dtype)
-        return F.batch_norm(x, torch.zeros_like(average), average, scale, shift, False, 0.0, layer.eps)
+        return F.batch_norm(x, zeros, average, scale, shift, False, 0.0, ctx.layer.eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight, average, ratio, settled = ctx.saved_tensors
+        x, weight, zeros, average, ratio, scale = ctx.saved_tensors
         cpu.require_memory(weight, *ctx.memory)
         layer = ctx.layer
-        scale = ratio if weight is None else ratio * weight.to(ratio.dtype)
         through, grad_scale, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            grad, x, scale, torch.zeros_like(average), average, None, None, False, layer.eps, [True, True, True]
+            grad, x, scale, zeros, average, None, None, False, layer.eps, [True, True, True]
         )
         product = scale * grad_scale / count_per_channel(x)
-        product = layer._average_product(product, x.shape[0], settled, *ctx.memory)
+        product = layer._average_product(product, x.shape[0], ctx.limit, ctx.memory)
         pull = (product / (average + layer.eps)).view(1, -1, *[1] * (x.dim() - 2))
-        grad_x = (through - x * pull).to(x.dtype)
+        grad_x = torch.addcmul(through, x, pull, value=-1).to(x.dtype)
         grad_weight = None if weight is None else (ratio * grad_scale).to(weight.dtype)
         grad_bias = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None, None
