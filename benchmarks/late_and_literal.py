@@ -22,7 +22,7 @@ from memnorm.lab import environment
 from memnorm.lab.errors import UsageError
 from memnorm.lab.store import Store, StoredRun
 from memnorm.lab.training import Training, drawn, load_data, sources
-from memnorm.milestones import in_steps
+from memnorm.schedule import in_steps
 
 OUT = Path(__file__).resolve().parent.parent / "results/late_and_literal.json"
 STEPS = 60  # three times the memory

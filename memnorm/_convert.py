@@ -18,7 +18,7 @@ from memnorm.errors import DTypeError, NothingToConvert, OptionError, check_modu
 from memnorm.frozen import is_frozen, reason_to_keep
 from memnorm.layers import MemorizedBatchNorm, Recording
 from memnorm.modules import replace_modules
-from memnorm.norms.base import RunningNorm, behind, has_activation
+from memnorm.norms.base import RunningNorm, has_activation, in_place_of
 from memnorm.plain import original, refuse_wrapped, undo_surgery
 from memnorm.stripped import unwatch_saving, watch_saving
 from memnorm.text import table
@@ -206,9 +206,7 @@ def _from_factory(factory: Callable[..., nn.Module]) -> Callable[..., nn.Module]
         new = factory(layer.num_features, **options)
         if not isinstance(new, nn.Module):
             return new  # `convert` raises an error
-        reference = layer.weight if layer.weight is not None else layer.running_mean
-        if reference is not None:
-            new.to(device=reference.device, dtype=reference.dtype)
+        replacement = in_place_of(layer, new)
         for name in ("weight", "bias"):
             own, theirs = getattr(new, name, None), getattr(layer, name)
             if isinstance(own, nn.Parameter) and theirs is not None and own.shape == theirs.shape:
@@ -218,8 +216,7 @@ def _from_factory(factory: Callable[..., nn.Module]) -> Callable[..., nn.Module]
                 own = new._buffers.get(name)
                 if own is not None and own.shape == buffer.shape:
                     own.copy_(buffer)
-        new.train(layer.training)
-        return behind(layer, new)
+        return replacement
 
     return build
 

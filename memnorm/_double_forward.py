@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from memnorm._torch import current_graph_task_id, queue_callback, tree_leaves
 from memnorm.capture import Backward, Batch, Hook, Status, drop_inert_hooks
 from memnorm.errors import (
-    DTypeError,
     MemnormError,
     NothingToRecord,
     OptionError,
@@ -32,7 +31,7 @@ from memnorm.errors import (
     warn,
 )
 from memnorm.layers import MemorizedBatchNorm, Recording
-from memnorm.modules import has_skipped, modules_of, trains
+from memnorm.modules import check_optimizer, has_skipped, layers_of, modules_of, trains
 from memnorm.recompute import inside_backward, inside_function
 from memnorm.replay import (
     ForwardContext,
@@ -40,7 +39,6 @@ from memnorm.replay import (
     batches_recorded,
     explain_no_forward,
     explain_no_recorder,
-    named_recorders,
     recorders,
     replay,
     switch,
@@ -119,7 +117,7 @@ class DoubleForward:
         self._steps_without_forward = 0
         self._has_recorded, self._empty_replays = False, 0
         self._recorded_at_start = batches_recorded(model)
-        self._names = list(named_recorders(model))
+        self._names = list(layers_of(model, Recording))
         self._claim_layers(model)
         for layer in model.modules():
             if isinstance(layer, MemorizedBatchNorm):  # a copied one is not known yet
@@ -142,7 +140,7 @@ class DoubleForward:
 
     def _claim_layers(self, model: nn.Module) -> None:
         drop_inert_hooks(model)
-        for name, layer in named_recorders(model).items():
+        for name, layer in layers_of(model, Recording).items():
             other = layer._watched_by and layer._watched_by()
             if other is not None and other._optimizers and other._handles:
                 raise MemnormError(
@@ -395,11 +393,7 @@ def detach(model: nn.Module) -> None:
 
 def _check_arguments(model: nn.Module, optimizers: list[Any], every: int, fraction: float, max_pending: int) -> None:
     for optimizer in optimizers or [None]:
-        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            raise DTypeError(
-                "double_forward: expected a torch.optim.Optimizer, or several in a list; "
-                f"got {type(optimizer).__name__}. If this is a wrapper, pass the wrapped optimizer."
-            )
+        check_optimizer(optimizer, "double_forward: expected a torch.optim.Optimizer, or several in a list")
     check_module(model, "double_forward")
     if not any(getattr(layer, "running_mean", True) is not None for layer in recorders(model)):
         raise NothingToRecord(f"double_forward: {explain_no_recorder(model)}")

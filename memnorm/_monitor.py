@@ -18,6 +18,7 @@ from memnorm._diagnose import distance
 from memnorm.errors import NothingToRecord, OptionError, check_module, is_whole
 from memnorm.functional import Moments, constant_moments
 from memnorm.layers import MemorizedBatchNorm
+from memnorm.modules import layers_of
 from memnorm.norms.two_way import TwoWayBatchNorm
 from memnorm.recompute import inside_backward
 from memnorm.updates import decay_by_images
@@ -126,11 +127,8 @@ class Monitor:
         self.remove()
 
     def _layers(self) -> Layers:
-        layers = {
-            name: layer
-            for name, layer in self._model.named_modules()
-            if isinstance(layer, MemorizedBatchNorm) and layer.running_mean is not None
-        }
+        memorized = layers_of(self._model, MemorizedBatchNorm)
+        layers = {name: layer for name, layer in memorized.items() if layer.running_mean is not None}
         if not layers:
             raise NothingToRecord(
                 f"monitor: {type(self._model).__name__} has no memorized layer. Call memnorm.convert(model) first."

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memnorm.collective import KeptGroup, gathered, group_of_ranks
-from memnorm.errors import DTypeError, MemnormError, NothingToRecord, OptionError, check_module
+from memnorm.errors import MemnormError, NothingToRecord, OptionError, check_module
 from memnorm.functional import Moments, as_scalar, pool
 from memnorm.layers import MemorizedBatchNorm
-from memnorm.modules import modules_of
+from memnorm.modules import check_optimizer, layers_of, modules_of
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name; an attribute of the module that DDP wraps
 
@@ -132,11 +132,7 @@ class Exchange:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, group: Any, max_waiting: int) -> None:
         check_module(model, "exchange_memory")
-        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-            raise DTypeError(
-                f"exchange_memory: expected a torch.optim.Optimizer; got {type(optimizer).__name__}. If this is "
-                "a wrapper, pass the wrapped optimizer."
-            )
+        check_optimizer(optimizer, "exchange_memory: expected a torch.optim.Optimizer")
         layers = [layer for layer in _layers(model).values() if layer.running_mean is not None]
         _check_layers(model, layers)
         broadcast_memory(model, group=group)
@@ -249,4 +245,4 @@ def stop_exchange(model: nn.Module) -> None:
 
 
 def _layers(model: nn.Module) -> dict[str, MemorizedBatchNorm]:
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, MemorizedBatchNorm)}
+    return layers_of(model, MemorizedBatchNorm)

@@ -23,7 +23,7 @@ from memnorm.errors import InputError, NothingToRecord, OptionError, check_calla
 from memnorm.functional import Moments, constant_moments, merge
 from memnorm.layers import MemorizedBatchNorm, Recording
 from memnorm.norms.base import RunningNorm
-from memnorm.replay import buffers_restored
+from memnorm.replay import buffers_restored, recorded_by, recorders
 
 Forward = Callable[[nn.Module, Any], Any]
 Layers = dict[str, Any]  # batch norms by name
@@ -221,20 +221,16 @@ def _without_memory(layer: MemorizedBatchNorm, strength: float, seen: Moments) -
 def norms_in_mode(model: nn.Module, layers: Layers, *, training: bool) -> Iterator[None]:
     """Context manager: the model in eval mode, its norms in training mode if asked. Nothing is recorded or changed."""
     modes = [(module, module.training) for module in model.modules()]
-    muted = [module for module in model.modules() if isinstance(module, Recording) and module.recording]
+    others = [module for module in model.modules() if not isinstance(module, Recording)]
     try:
         model.eval()
         for layer in layers.values():
             layer.training = training
-        for recorder in muted:
-            recorder.recording = False
-        with buffers_restored(module for module in model.modules() if not isinstance(module, Recording)):
+        with recorded_by(list(recorders(model)), []), buffers_restored(others):
             yield
     finally:
         for module, mode in modes:
             module.training = mode
-        for recorder in muted:
-            recorder.recording = True
 
 
 def tracking_layers(model: nn.Module, caller: str) -> Layers:

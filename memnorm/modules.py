@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from memnorm.errors import DTypeError
+
+Layer = TypeVar("Layer")
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -19,6 +23,11 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
         children = dict.fromkeys(child for one in level if one._modules for child in one._modules.values())
         level = [child for child in children if child is not None and child not in found]
     return list(found)
+
+
+def layers_of(model: nn.Module, kind: type[Layer]) -> dict[str, Layer]:
+    """The modules of this class by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
 def version_of(tensor: Any) -> int:
@@ -41,6 +50,13 @@ def trains(optimizer: Optimizer, model: nn.Module) -> bool:
     """Return True if the optimizer has a parameter of the model."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def check_optimizer(optimizer: object, expected: str) -> None:
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise DTypeError(
+            f"{expected}; got {type(optimizer).__name__}. If this is a wrapper, pass the wrapped optimizer."
+        )
 
 
 def has_skipped(optimizer: Optimizer) -> bool:

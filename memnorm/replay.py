@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from memnorm.errors import NothingToRecord, OptionError, check_module
 from memnorm.layers import Recording
-from memnorm.modules import modules_of
+from memnorm.modules import layers_of, modules_of
 from memnorm.recompute import not_recomputed
 from memnorm.stripped import ADVICE
 
@@ -50,10 +50,6 @@ class ModuleLists(NamedTuple):
     def not_recording(self, model: nn.Module) -> list[nn.Module]:
         """All modules of `model` that do not record, the model included."""
         return self.others if isinstance(model, Recording) else [model, *self.others]
-
-
-def named_recorders(model: nn.Module) -> dict[str, Recording]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Recording)}
 
 
 @contextmanager
@@ -234,7 +230,7 @@ def explain_no_recorder(model: nn.Module) -> str:
 def batches_recorded(model: nn.Module) -> dict[str, int]:
     """The number of recorded batches by layer name, including those not yet exchanged between processes."""
     found = {}
-    for name, layer in named_recorders(model).items():
+    for name, layer in layers_of(model, Recording).items():
         count = getattr(layer, "num_batches_tracked", None)
         if count is not None and not count.is_meta:
             found[name] = int(count) + len(getattr(layer, "_outgoing", None) or ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memnorm._torch import disable_dynamo
-from memnorm.errors import DTypeError, NothingToRecord, OptionError, check_module, is_whole, warn
+from memnorm.errors import DTypeError, NothingToRecord, OptionError, check_module, is_number, is_whole, warn
 from memnorm.layers import MemorizedBatchNorm, check_strength, unchecked
-from memnorm.milestones import in_steps
-from memnorm.modules import has_skipped, modules_of
+from memnorm.modules import has_skipped, layers_of, modules_of
 from memnorm.stripped import ADVICE, check_kept
 
 PAPER_VALUES = (0.1, 0.5, 0.9)
@@ -110,7 +110,7 @@ class StrengthSchedule:
         self._apply()
 
     def _apply(self) -> None:
-        layers = {name: layer for name, layer in self._model.named_modules() if isinstance(layer, MemorizedBatchNorm)}
+        layers = layers_of(self._model, MemorizedBatchNorm)
         if not layers:
             stripped = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._model.modules())
             raise NothingToRecord(
@@ -154,3 +154,15 @@ def _as_list(values: Any, name: str) -> list[Any]:
         return list(values)
     except TypeError:
         raise DTypeError(f"StrengthSchedule: {name} must be a list of numbers; got {values!r}") from None
+
+
+def in_steps(milestone: float, total_steps: int) -> int:
+    """The first step at or after the milestone, a fraction of training or a number of steps."""
+    if is_whole(milestone) and milestone >= 0:
+        return int(milestone)
+    if is_number(milestone) and not is_whole(milestone) and 0 <= milestone <= 1:
+        return math.ceil(milestone * total_steps - 1e-9 * total_steps)
+    raise OptionError(
+        "StrengthSchedule: a milestone is a fraction of training in [0, 1] or a whole number of steps; "
+        f"got {milestone!r}"
+    )

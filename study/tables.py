@@ -12,7 +12,7 @@ from typing import Any
 
 from memnorm.lab.significance import Difference, Sample, holm, number, p_text, paired
 from memnorm.lab.spec import RunSpec, arm_name
-from memnorm.milestones import in_steps
+from memnorm.schedule import in_steps
 from study.measurements import Measurements, markdown
 from study.run import load
 from study.studies import SETTINGS, STUDIES, Arm, Records

@@ -26,7 +26,7 @@ from memnorm.lab.data.source import mix
 from memnorm.lab.errors import UsageError
 from memnorm.lab.processes import ProcessGroup
 from memnorm.lab.spec import MEMORY_NORMS, Execution, RunSpec
-from memnorm.milestones import in_steps
+from memnorm.schedule import in_steps
 
 SPLIT_SEED = 20180202  # of the images held out or left out: the same for every run
 

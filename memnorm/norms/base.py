@@ -7,7 +7,7 @@ remembers more than running statistics, `MEMORY` names its buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -173,9 +173,9 @@ class RunningNorm(Recording, _BatchNorm):
         """Torch's update in place: a moving average with the unbiased variance. Skips a batch that is not finite."""
         self._write(batch.mean, unbiased(batch))
 
-    def _write(self, mean: Tensor, var: Tensor) -> None:
+    def _write(self, mean: Tensor, var: Tensor, share: Tensor | float | None = None) -> None:
         """Move the running statistics towards these values."""
-        share = self._share(self.num_batches_tracked)
+        share = self._share(self.num_batches_tracked) if share is None else share
         self._store(blend(self.running_mean, mean, share), blend(self.running_var, var, share))
 
     def _share(self, batches: Any) -> Tensor | float:
@@ -378,6 +378,13 @@ def check_whole(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
+def check_total_steps(norm: str, total_steps: Any) -> None:
+    if total_steps is not None and (not is_whole(total_steps) or total_steps < 1):
+        raise OptionError(
+            f"{norm}: total_steps must be the number of steps of the training, or None; got {total_steps!r}"
+        )
+
+
 def unbiased(batch: Moments) -> Tensor:
     """The variance with Bessel's factor n/(n − 1), n = N·H·W… values per channel."""
     return batch.var * (batch.weight / max(batch.weight - 1, 1))
@@ -404,41 +411,32 @@ def takes_over(layer: nn.Module, cls: type) -> Any:
     return new
 
 
-def behind(layer: nn.Module, new: nn.Module) -> nn.Module:
-    """`new`, followed by `drop` and `act` if `layer` is a norm with activation as in timm."""
+def has_activation(layer: nn.Module) -> bool:
+    """Return True for a norm followed by `drop` and `act` as in timm. The class name is checked, because other classes
+    may use these attributes differently.
+    """
+    known = ("BatchNormAct2d", "SyncBatchNormAct", "MemorizedBatchNormAct2d", "TwoWayBatchNormAct2d")
+    parts = (getattr(layer, name, None) for name in ("drop", "act"))
+    return type(layer).__name__ in known and all(isinstance(part, nn.Module) for part in parts)
+
+
+def with_affine(layer: _BatchNorm, new: nn.Module) -> nn.Module:
+    """`new`, a norm without batch statistics, in place of `layer`, with its weight and bias."""
+    replacement = in_place_of(layer, new)
+    for name in new._parameters.keys() & {"weight", "bias"}:
+        new._parameters[name] = layer._parameters[name]
+    return replacement
+
+
+def in_place_of(layer: _BatchNorm, new: nn.Module) -> nn.Module:
+    """`new` with the device, dtype and mode of `layer`, followed by `drop` and `act` if `layer` has them as in timm."""
+    reference = layer.weight if layer.weight is not None else layer.running_mean
+    if reference is not None:
+        new.to(device=reference.device, dtype=reference.dtype)
+    new.train(layer.training)
     if not has_activation(layer):
         return new
     for name in ("drop", "act"):
         new._modules.pop(name, None)
     parts: Any = (new, layer.drop, layer.act)
     return nn.Sequential(*parts)
-
-
-def has_activation(layer: nn.Module) -> bool:
-    """Return True for a norm followed by `drop` and `act` as in timm. The class name is checked, because other classes
-    may use these attributes differently.
-    """
-    known = type(layer).__name__ in (
-        *("BatchNormAct2d", "SyncBatchNormAct"),
-        *("MemorizedBatchNormAct2d", "TwoWayBatchNormAct2d"),
-    )
-    return (
-        known
-        and isinstance(getattr(layer, "drop", None), nn.Module)
-        and isinstance(getattr(layer, "act", None), nn.Module)
-    )
-
-
-def with_affine(layer: _BatchNorm, build: Callable[[int], Any]) -> nn.Module:
-    """Replace `layer` by `build(num_features)`, a norm without batch statistics, with the weight, bias, mode, device
-    and dtype of `layer`.
-    """
-    new = build(layer.num_features)
-    reference = layer.weight if layer.weight is not None else layer.running_mean
-    if reference is not None:
-        new.to(device=reference.device, dtype=reference.dtype)
-    for name in ("weight", "bias"):
-        if name in new._parameters:
-            new._parameters[name] = layer._parameters[name]
-    new.train(layer.training)
-    return behind(layer, new)

@@ -47,14 +47,9 @@ class BatchFreeNorm(nn.Module):
     @classmethod
     def replacing(cls, layer: _BatchNorm, /, **options: Any) -> nn.Module:
         """The replacement of a batch norm, with its parameters and its mode."""
-        check_options(cls.__name__, cls.OPTIONS, options)
-
-        def build(num_features: int) -> BatchFreeNorm:
-            new = cls(num_features, **options)
-            new.__dict__["_fresh"] = True
-            return new
-
-        return with_affine(layer, build)
+        new = cls(layer.num_features, **check_options(cls.__name__, cls.OPTIONS, options))
+        new.__dict__["_fresh"] = True
+        return with_affine(layer, new)
 
     def _add_state(self, device: Any, dtype: Any) -> None:
         """Check the options, and register further parameters and buffers, which `reset_parameters` fills."""

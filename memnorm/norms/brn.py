@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from memnorm.errors import OptionError, is_number, is_whole
+from memnorm.errors import OptionError, is_number
 from memnorm.functional import Moments, constant_moments
-from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, blend
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, blend, check_total_steps
 
 # The published steps: batch norm until WARM_UP, r_max reached at R_FULL and d_max at D_FULL, of PUBLISHED in all.
 WARM_UP, R_FULL, D_FULL, PUBLISHED = 5_000, 40_000, 25_000, 130_000
@@ -90,13 +90,6 @@ class BatchRenorm(RunningNorm):
 
     def _deviation(self, var: Tensor) -> Tensor:
         return (var + self.eps).sqrt()
-
-
-def check_total_steps(norm: str, total_steps: Any) -> None:
-    if total_steps is not None and (not is_whole(total_steps) or total_steps < 1):
-        raise OptionError(
-            f"{norm}: total_steps must be the number of steps of the training, or None; got {total_steps!r}"
-        )
 
 
 ENTRY: dict[str, Any] = {

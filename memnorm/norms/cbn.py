@@ -37,8 +37,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from memnorm.errors import InputError
 from memnorm.functional import Moments, count_per_channel, normalize_with_memory, snapshot, statistics_dtype
-from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, check_whole, count_up
-from memnorm.norms.brn import check_total_steps
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, check_total_steps, check_whole, count_up
 
 NOTE = "_memnorm_source"
 BURN_IN = 2 / 3  # share of the training, as in the authors' configurations for COCO: 8 of 12 epochs
@@ -63,15 +62,8 @@ class CrossIterationBatchNorm(RunningNorm):
 
     OPTIONS: ClassVar[dict[str, Any]] = {"window": 4, "burn_in": None, "total_steps": None}
     MEMORY: ClassVar[tuple[str, ...]] = (
-        "memory_mean",
-        "memory_var",
-        "memory_linear_mean",
-        "memory_linear_var",
-        "memory_slope_mean",
-        "memory_slope_var",
-        "memory_filled",
-        "memory_next",
-        "memory_steps",
+        *("memory_mean", "memory_var", "memory_linear_mean", "memory_linear_var"),
+        *("memory_slope_mean", "memory_slope_var", "memory_filled", "memory_next", "memory_steps"),
     )
 
     window: int
@@ -136,9 +128,7 @@ class CrossIterationBatchNorm(RunningNorm):
         if self._feed is None:
             none = torch.zeros_like(self.memory_filled)
             return Moments(snapshot(self.running_mean), snapshot(self.running_var), none)
-        linear_mean, linear_var = self._linear(
-            self._feed[0].layer, self.memory_slope_mean, self.memory_slope_var, self.memory_mean.dtype
-        )
+        linear_mean, linear_var = self._linear(self._feed[0].layer, self.memory_slope_mean, self.memory_slope_var)
         mean_KC = self.memory_mean + linear_mean - self.memory_linear_mean
         change_KC = linear_var - self.memory_linear_var - (mean_KC - self.memory_mean).square()
         var_KC = (self.memory_var + change_KC).clamp(min=0)
@@ -148,9 +138,9 @@ class CrossIterationBatchNorm(RunningNorm):
         mean_C = (share_K1 * mean_KC).sum(0)
         return Moments(mean_C, (share_K1 * (var_KC + (mean_KC - mean_C).square())).sum(0), filled)
 
-    @staticmethod
-    def _linear(layer: Any, slope_KGF: Tensor, slope_KCF: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _linear(self, layer: Any, slope_KGF: Tensor, slope_KCF: Tensor) -> tuple[Tensor, Tensor]:
         """The linear terms of mean and variance for the current weights and bias of `layer`."""
+        dtype = self.memory_mean.dtype
         weight_CF = layer.weight.detach().flatten(1).to(dtype)
         grouped = weight_CF.unflatten(0, (slope_KGF.shape[1], -1))
         with torch.autocast(weight_CF.device.type, enabled=False):
@@ -177,7 +167,7 @@ class CrossIterationBatchNorm(RunningNorm):
         source, x = self._feed
         slope_GF, slope_CF = slopes(source, x, batch)
         dtype = self.memory_mean.dtype
-        linear = self._linear(source.layer, slope_GF[None], slope_CF[None], dtype)
+        linear = self._linear(source.layer, slope_GF[None], slope_CF[None])
         newest = [one.to(dtype) for one in (batch.mean, batch.var, linear[0][0], linear[1][0], slope_GF, slope_CF)]
         finite = finite & torch.stack([one.isfinite().all() for one in newest]).all()
         for name, value in zip(self.MEMORY, newest, strict=False):
@@ -217,20 +207,11 @@ def _by_filter(layer: Any, patches: Tensor, grad: Tensor) -> Tensor:
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         patches, padding = F.pad(patches, layer._reversed_padding_repeated_twice, mode=mode), (0,) * len(layer.stride)
     shape = (grad.shape[1], *layer.weight.shape[1:])
-    result: Tensor = torch.ops.aten.convolution_backward(
-        grad,
-        patches,
-        grad.new_zeros(shape),
-        None,
-        layer.stride,
-        padding,
-        layer.dilation,
-        False,
-        [0],
-        layer.groups,
-        [False, True, False],
-    )[1]
-    return result.flatten(1)
+    weight, geometry = grad.new_zeros(shape), (layer.stride, padding, layer.dilation)
+    _, result, _ = torch.ops.aten.convolution_backward(
+        grad, patches, weight, None, *geometry, False, [0], layer.groups, [False, True, False]
+    )
+    return torch.flatten(result, 1)
 
 
 def note_source(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -18,13 +18,9 @@ from memnorm.norms.batch_free import check_eps, choose_groups
 
 def replace(layer: _BatchNorm, /, *, num_groups: int | None = None) -> nn.Module:
     """Replace a batch norm by group norm; for `num_groups`, see `choose_groups`."""
-
     check_eps("group norm", layer.eps)
-
-    def build(channels: int) -> nn.GroupNorm:
-        return nn.GroupNorm(choose_groups(channels, num_groups), channels, eps=layer.eps, affine=layer.affine)
-
-    return with_affine(layer, build)
+    groups = choose_groups(layer.num_features, num_groups)
+    return with_affine(layer, nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine))
 
 
 ENTRY: dict[str, Any] = {

@@ -44,7 +44,7 @@ class InstanceNorm(_InstanceNorm):
 
 def replace(layer: _BatchNorm, /) -> nn.Module:
     check_eps("InstanceNorm", layer.eps)
-    return with_affine(layer, lambda channels: InstanceNorm(channels, eps=layer.eps, affine=layer.affine))
+    return with_affine(layer, InstanceNorm(layer.num_features, eps=layer.eps, affine=layer.affine))
 
 
 ENTRY: dict[str, Any] = {

@@ -37,8 +37,7 @@ class LaggedBatchNorm(RunningNorm):
         return self._blended(batch, (self.running_mean, self.running_var), self.num_batches_tracked)
 
     def _record(self, batch: Moments, state: Moments) -> None:
-        share = self._share(self.num_batches_tracked)
-        self._store(blend(self.running_mean, batch.mean, share), blend(self.running_var, batch.var, share))
+        self._write(batch.mean, batch.var)
 
 
 ENTRY: dict[str, Any] = {

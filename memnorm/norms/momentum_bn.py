@@ -17,8 +17,7 @@ from torch import Tensor
 
 from memnorm.errors import OptionError, is_number
 from memnorm.functional import Moments, batch_moments, normalize, snapshot
-from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, blend, store_finite
-from memnorm.norms.brn import check_total_steps
+from memnorm.norms.base import ENTRY_OF_RUNNING_NORM, RunningNorm, blend, check_total_steps, store_finite
 
 AVERAGES = {"momentum_mean": "running_mean", "momentum_var": "running_var"}
 
@@ -87,7 +86,7 @@ class MomentumBatchNorm(RunningNorm):
         share = self._share(self.num_batches_tracked)
         if self.momentum is not None:
             share = 1 - (1 - share) ** (size / self.ideal_batch_size)
-        self._store(blend(self.running_mean, batch.mean, share), blend(self.running_var, batch.var, share))
+        self._write(batch.mean, batch.var, share)
 
     def _complete_plain_state(self, state_dict: Any, prefix: str) -> None:
         """A checkpoint of plain batch norm has one pair of averages, which initializes both pairs."""

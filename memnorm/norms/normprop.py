@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
@@ -143,15 +142,6 @@ def after_pooling(pool: nn.Module) -> Standardize:
     return Standardize((mean - RELU_MEAN) / RELU_STD, std / RELU_STD)
 
 
-@dataclass
-class Plan:
-    """The modules to change besides the norms."""
-
-    feeders: set[nn.Module] = field(default_factory=set)
-    relus: set[nn.Module] = field(default_factory=set)
-    pools: set[nn.Module] = field(default_factory=set)
-
-
 class Refusal(Exception):
     """NormProp does not support the model; the message says why."""
 
@@ -169,9 +159,10 @@ def refuse(model: nn.Module) -> str | None:
     return None
 
 
-def plan(model: nn.Module, norms: list[Any]) -> Plan:
+def plan(model: nn.Module, norms: list[Any]) -> tuple[set[nn.Module], ...]:
+    """The modules to change besides the norms: those before them, the ReLUs and the poolings."""
     if not norms:
-        return Plan()
+        return set(), set(), set()
     if model in norms:
         raise Refusal("a single norm has no filters; convert the model that contains it")
     try:
@@ -184,7 +175,7 @@ def plan(model: nn.Module, norms: list[Any]) -> Plan:
                 f"its branches are joined ({wiring.name(node)}), as in a residual network; the moments of the sum or "
                 "concatenation are unknown. normprop supports chains of convolution, norm, ReLU and pooling only"
             )
-    result, feeding, activating, pooling = Plan(), set(), set(), set()
+    feeding, activating, pooling = set(), set(), set()
     for norm in norms:
         for node in wiring.sites.get(norm, ()):
             feeding.add(_feeder(wiring, node))
@@ -194,13 +185,7 @@ def plan(model: nn.Module, norms: list[Any]) -> Plan:
                 pooling |= _pooling(wiring, behind)
             else:
                 _check_behind(wiring, node, behind)
-    for nodes, modules in (
-        (feeding, result.feeders),
-        (activating, result.relus),
-        (pooling, result.pools),
-    ):
-        modules.update(_modules(wiring, nodes))
-    return result
+    return tuple(_modules(wiring, nodes) for nodes in (feeding, activating, pooling))
 
 
 def _feeder(wiring: Wiring, node: fx.Node) -> fx.Node:
@@ -247,14 +232,14 @@ def _modules(wiring: Wiring, nodes: set[Any]) -> set[nn.Module]:
 
 def surgery(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Use filters of unit length before the norms, and normalize after ReLU and pooling."""
-    what = plan(model, fresh_layers(model, NormProp))
+    feeders, relus, pools = plan(model, fresh_layers(model, NormProp))
     new: dict[nn.Module, nn.Module] = {}
-    for feeder in what.feeders:
+    for feeder in feeders:
         new[feeder] = takes_over(feeder, UNIT[type(feeder)])
         new[feeder].register_parameter("bias", None)  # β is the bias
-    for relu in what.relus:
+    for relu in relus:
         new[relu] = _followed(relu, Standardize(RELU_MEAN, RELU_STD))
-    for pool in what.pools:
+    for pool in pools:
         new[pool] = _followed(pool, after_pooling(pool))
     replace_modules(model, new)
 

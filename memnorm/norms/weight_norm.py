@@ -25,15 +25,8 @@ from memnorm.norms.batch_free import BatchFreeNorm, fresh_layers
 from memnorm.norms.wiring import NotTraceable, Wiring, every
 
 # The dimension of the output channels in the weight.
-OUTPUT_DIMENSION: dict[type[nn.Module], int] = {
-    nn.Linear: 0,
-    nn.Conv1d: 0,
-    nn.Conv2d: 0,
-    nn.Conv3d: 0,
-    nn.ConvTranspose1d: 1,
-    nn.ConvTranspose2d: 1,
-    nn.ConvTranspose3d: 1,
-}
+OUTPUT_DIMENSION: dict[type[nn.Module], int] = dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), 0)
+OUTPUT_DIMENSION |= dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), 1)
 
 
 class WeightNormAffine(BatchFreeNorm):
