@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from memnorm.errors import InputError
 from memnorm.functional import statistics_dtype
-from memnorm.norms.activations import absorb
 from memnorm.norms.batch_free import (
     BatchFreeNorm,
     check_eps,
@@ -25,6 +24,7 @@ from memnorm.norms.batch_free import (
     per_channel,
     spatial_count,
 )
+from memnorm.norms.wiring import absorb
 
 
 class EvoNormS0(BatchFreeNorm):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from memnorm.errors import InputError, OptionError
 from memnorm.functional import statistics_dtype
-from memnorm.norms.activations import absorb
 from memnorm.norms.batch_free import BatchFreeNorm, check_eps, fresh_layers, per_channel, spatial_count
+from memnorm.norms.wiring import absorb
 
 
 class FilterResponseNorm(BatchFreeNorm):
