@@ -193,8 +193,8 @@ def test_a_study_that_was_killed_resumes(tmp_path):
         ("group", 200, 0.1, 1000),
         ("group", 200, 1e30, 1000),
         ("bn", 0, 0.1, 0),
-        ("group", 0, 0.1, 0),
         ("bn", 0, 0.1, 1),
+        ("group", 0, 0.1, 0),
     ]
 
 
