@@ -170,6 +170,7 @@ WRONG = {
     ],
     "compare": [
         (["--norms", "bn,foo"], "there is no norm 'foo'"),
+        (["--model", "nowhere.models:net"], "there is no module 'nowhere'"),
         (["--jobs", "-1"], "--jobs must not be negative"),
         (["--norms", ""], "--norms needs at least one"),
         (["--norms", "group-2"], "Double-Forward needs"),

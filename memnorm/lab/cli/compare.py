@@ -185,8 +185,9 @@ def asked_for(arguments: Any, base: RunSpec) -> Experiment:
         if value <= 0:
             raise UsageError(f"{name} needs at least one; got {value}")
     data = load_data(base, arguments.data_root)
+    network(base, data.classes, data.shape)  # what is wrong with the model or the options is reported once
     for arm in arms.values():
-        if "norm_options" in arm or base.pretrained:  # what is wrong with them is reported before anything runs
+        if "norm_options" in arm:
             network(base.but(**arm), data.classes, data.shape)
     available = len(data.train)
     holdout = min(5000, available // 10) if arguments.tune else 0
