@@ -50,11 +50,8 @@ def measure(names: tuple[str, ...] = ("resnet20", "resnet56"), scale: float = 1.
         for name in names
         for batch_size, rounds in ROUNDS.items()
     ]
-    others = [name for name in norms.available() if name not in ("bn", "mbn", "normprop")]
-    rivals = {"BN": ARMS["BN"], "MBN-1": ARMS["MBN-1"], **{name: {"norm": name} for name in others}}
     return {
         "networks": networks,
-        "rivals": network_costs("resnet20", 8, rivals, max(5, round(scale * 15))),
         "targets": [asdict(target) for network in networks for target in targets(network)],
     }
 
