@@ -427,7 +427,7 @@ def test_info_works_without_the_lab_s_packages():
     assert json.loads(result.stdout)["memnorm"] == memnorm.__version__
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_command_exits_with_130_after_saving_and_resumes_later(tmp_path, number):
     words = [sys.executable, "-m", "memnorm.lab", "train", *QUICK, "--iterations", "3000", "--evaluations", "3"]
     words[words.index("6")] = "3000"

@@ -305,7 +305,7 @@ def test_a_full_disk_stops_the_grid(tmp_path, jobs):
     assert count == "0 ended"
 
 
-@jobs
+@pytest.mark.parametrize("jobs", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_device_that_is_not_there_is_refused_once(store, jobs):
     ear = GridEar({})
     with pytest.raises(UsageError, match="device 'toaster' cannot be used here"):

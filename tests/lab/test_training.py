@@ -624,7 +624,10 @@ def test_the_lab_trains_and_evaluates_a_network_as_it_is_written(norm, scheme):
             )
 
 
-@pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "channels last"])
+@pytest.mark.parametrize(
+    "channels_last",
+    [pytest.param(False, id="planes"), pytest.param(True, id="channels last", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(("norm", "scheme"), LITERAL_ARMS)
 def test_in_float32_a_step_differs_by_rounding(norm, scheme, channels_last):
     """With the batch size, image size and memory of our runs. Both sides begin each step with the same weights, for

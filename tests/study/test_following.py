@@ -170,7 +170,7 @@ def train(spec, folder, **options):
     return runner.run(spec, Store(folder), execution=EXECUTION, **options)
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", [1, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 2, 3, 4, 5, 6))])
 def test_a_run_with_probes_ends_with_the_weights_of_one_without(tmp_path, number):
     spec = tiny(STUDIES["parts"].arms[number], iterations=4)
     plain, probed = train(spec, tmp_path / "plain"), train(spec, tmp_path / "probed", probe=probe)
@@ -342,7 +342,7 @@ def test_a_perfect_segmentation_has_no_error(volume):
     assert found == {"test_error": 0, "dice_grey": 100, "dice_white": 100}
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [1, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 2, 3))])
 def test_every_arm_of_the_segmentation_learns(volume, tmp_path, number):
     spec = STUDIES["segmentation"].arms[number].spec.but(iterations=12, evaluations=2, learning_rate=0.1)
     result = brain.run(spec, Store(tmp_path), execution=EXECUTION)
@@ -396,6 +396,7 @@ run.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("parts", 4), ("fine-tuning", 1 + 4 + 3), ("segmentation", 4)])
 def test_a_study_that_was_killed_resumes_and_has_one_record_per_run(tmp_path, name, count):
     def start():
