@@ -1,10 +1,10 @@
-"""Let trained MBN networks go on, in the lab and with everything written out, on the last batches of their run; write
-how far the two come apart to results/late_and_literal.json.
+"""Continue the training of MBN networks on the last batches of their run, in the lab and with everything written out.
+The distance between the two is written to results/late_and_literal.json.
 
     memnorm train --model resnet8 --norm mbn --batch-size 8 --keep-weights
     python benchmarks/late_and_literal.py runs path/to/data
 
-Takes every finished run of MBN below the first folder that kept its weights; says of which it cannot be done, and why.
+This takes every finished run of MBN below the first folder that kept its weights, and names the others with the reason.
 Both begin with the trained weights, empty memories and no momentum, in float64, and see the same images.
 """
 
@@ -53,7 +53,7 @@ def compared(run: StoredRun, data_root: Path | None, steps: int, test_images: in
     rate = spec.base_learning_rate / 10 ** len(spec.milestones)
     for iteration, (images, labels) in enumerate(train.batches(drawn(spec, train.labels, start)), start):
         if not lab.step(iteration, images, labels):
-            raise UsageError(f"{run.spec.name} diverges when it goes on")
+            raise UsageError(f"{run.spec.name} diverges when training continues")
         literal.step(images, labels, learning_rate=rate, strength=spec.strength[-1])
     theirs = literal.training_error()
     images, labels = (torch.cat(part) for part in zip(*lab.swept(test, 0), strict=True))

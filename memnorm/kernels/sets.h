@@ -108,7 +108,7 @@ template <class S, class Entry> INLINE Pair<S> add_up(int64_t n, Entry entry) {
 }
 
 // The same over `length` values in each of the rows [first, last), whose entries at(row) gives. In short rows the partial
-// sums go on from row to row.
+// sums continue from row to row.
 template <class S, class At> INLINE Pair<S> add_rows(int64_t first, int64_t last, int64_t length, At at) {
     Pair<S> sums;
     if (length < LANES || length >= SHORT || 4 * (length % LANES) > length) {

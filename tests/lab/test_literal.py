@@ -1,4 +1,4 @@
-"""The training with everything written out, and the benchmark in which trained networks go on with it."""
+"""The training with everything written out, and the benchmark in which trained networks continue with it."""
 
 import importlib
 import json

@@ -582,7 +582,7 @@ LITERAL_ARMS = [("bn", "single"), ("mbn", "single"), ("mbn", "double")]
 
 
 class Noise(Source):
-    """Images that can be told apart by their class, and not too easily."""
+    """Images whose class can be learned, but not easily."""
 
     def __init__(self, count: int, shape: tuple[int, int, int], seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)

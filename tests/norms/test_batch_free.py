@@ -155,17 +155,17 @@ def test_eps_must_be_positive(norm, eps):
 
 
 @pytest.mark.parametrize(
-    ("channels", "wish", "groups"),
+    ("channels", "wanted", "groups"),
     [(256, None, 32), (10, None, 5), (3, None, 1), (1, None, 1), (48, 32, 24), (10, 4, 2), (10, 100, 10), (7, 3, 1)],
 )
-def test_groups_divide_the_channels_and_have_at_least_two_by_default(channels, wish, groups):
-    assert choose_groups(channels, wish) == groups
+def test_groups_divide_the_channels_and_have_at_least_two_by_default(channels, wanted, groups):
+    assert choose_groups(channels, wanted) == groups
 
 
-@pytest.mark.parametrize("wish", [0, -1, 2.0, "all", True])
-def test_a_wrong_number_of_groups_is_an_error(wish):
+@pytest.mark.parametrize("wanted", [0, -1, 2.0, "all", True])
+def test_a_wrong_number_of_groups_is_an_error(wanted):
     with pytest.raises(OptionError, match="num_groups must be a whole number"):
-        choose_groups(64, wish)
+        choose_groups(64, wanted)
 
 
 @named(ALL)
