@@ -229,6 +229,11 @@ def micro_batches() -> list[Arm]:
     ] + [replace(group, rates=RATES)]
 
 
+def joint_batch() -> list[Arm]:
+    """BN and two-way memory of `micro_batches` with all 32 images in one batch, at a learning rate chosen there."""
+    return [replace(one, tried_at=None) for one in micro_batches() if one.spec.batch_size == 32 and one.label in PAIR]
+
+
 def micro_batches_resnet20() -> list[Arm]:
     """Micro-batches of 2 at 32 images per update, and BN at 32."""
     base = RunSpec(model="resnet20", iterations=5_000, evaluations=5, recalibrate=10_000, batch_size=2, accumulate=16)
@@ -355,6 +360,7 @@ STUDIES = {
     "defaults": Study(defaults()),
     "defaults-checks": Study(checks()),
     "micro-batches": Study(micro_batches()),
+    "joint-batch": Study(joint_batch()),
     "micro-batches-resnet20": Study(micro_batches_resnet20()),
     "resnet56": Study(resnet56()),
     "parts": Study(parts(), make=partial(runner.run, probe=probe)),
