@@ -1,6 +1,6 @@
 """Batch norm for small batches, in PyTorch: a memory of recent batches, in forward and in backward.
 
-model = memnorm.convert(model, "two_way")                 # every batch norm gets a memory, weights and statistics kept
+model = memnorm.convert(model, "two_way")                 # every batch norm gets a memory
 deploy = memnorm.to_batchnorm(model)                      # plain torch.nn.BatchNorm again, same outputs in eval mode
 
 The method of the paper, Memorized Batch Normalization with Double-Forward:

@@ -52,8 +52,9 @@ def convert(
 
     Parameters stay the same objects, so an optimizer that was created before the conversion still works. Running
     statistics, mode, device, hooks and sharing are kept, and `convert(model).eval()` computes the same as
-    `model.eval()` did. Norms outside this family may add parameters ("frn", "evonorm_s0") or replace those of
-    convolutions ("weight_norm"): create the optimizer after such a conversion (see `docs/norms/`).
+    `model.eval()` did, except that "two_way" centres the weights of an untrained model. Norms outside this family may
+    add parameters ("frn", "evonorm_s0") or replace those of convolutions ("weight_norm"): create the optimizer after
+    such a conversion (see `docs/norms/`).
 
     timm's BatchNormAct2d keeps its activation. Lazy and parametrized norms and subclasses with their own forward are
     skipped with a warning. Memorized layers get the given options and keep their memory. Layers of another norm are
@@ -239,8 +240,10 @@ def _listing(reasons: dict[str, str], limit: int = 8) -> str:
     more = f" and {len(lines) - limit} more (memnorm.summary lists them)" if len(lines) > limit else ""
     lines = lines[:limit]
     if frozen:
-        layers = f"{len(frozen)} frozen layers, such as" if len(frozen) > 1 else "1 frozen layer,"
-        lines.insert(0, f'{layers} {frozen[0]} (convert(model, frozen="convert") makes them trainable)')
+        several = len(frozen) > 1
+        layers = f"{len(frozen)} frozen layers, such as" if several else "1 frozen layer,"
+        them = "them" if several else "it"
+        lines.insert(0, f'{layers} {frozen[0]} (convert(model, frozen="convert") makes {them} trainable)')
     return "; ".join(lines) + more
 
 

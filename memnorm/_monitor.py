@@ -49,7 +49,7 @@ def check_interval(every: int) -> int:
 
 
 class Monitor:
-    """What `monitor` returns. `remove()`, or the end of a `with` statement, ends the observation."""
+    """The handle that `monitor` returns. `remove()`, or the end of a `with` statement, ends the observation."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -27,6 +27,7 @@ from memnorm.replay import buffers_restored, recorded_by, recorders
 
 Forward = Callable[[nn.Module, Any], Any]
 Layers = dict[str, Any]  # batch norms by name
+CONSTANT = 1e-6  # standard deviations: a smaller change is rounding
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def recalibrate(
 ) -> Recalibration:
     """Replace the running statistics of every batch norm, plain or memorized, by those of `batches`.
 
-        memnorm.recalibrate(model, loader, passes="exact")
+        memnorm.recalibrate(model, loader)
 
     `passes=1`: one pass with the norms in training mode and everything else, such as dropout, in eval mode. The
     statistics are exact for the inputs of each layer, but the inputs of deeper layers are normalized by single batches,
@@ -66,7 +67,8 @@ def recalibrate(
     `passes="exact"`: passes in eval mode until nothing changes. At least one more layer is final after each pass, so
     there are at most as many passes as layers, plus one that changes nothing. The statistics are those of the network
     at inference, and do not depend on how the data is split. `batches` must yield the same data in every pass: a list,
-    or a DataLoader without random augmentation.
+    or a DataLoader without random augmentation. If they differ, small changes grow from layer to layer and nothing
+    settles; then one pass is made instead, with a warning.
 
     The memory is emptied and the new statistics replace it. Other training state is kept, including the number of
     batches that a schedule ("brn", "momentum_bn") counts. Frozen layers (in eval mode in a model in training mode) are
@@ -98,32 +100,41 @@ def recalibrate(
 def _until_constant(
     model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, max_passes: int | None
 ) -> Recalibration:
-    limit = max_passes or len(layers) + 1
-    result, repeated = _one_pass(model, layers, batches, call, training=False)
+    limit, before = max_passes or len(layers) + 1, Statistics(layers.values())
+    result, _, repeated = _one_pass(model, layers, batches, call, training=False)
     if repeated and max_passes is None:
         limit = max(100, limit)  # a layer that gets its own output converges only in the limit
-    while result.largest_change > 1e-6 and result.passes < limit:
-        following, _ = _one_pass(model, layers, batches, call, training=False)
+    while result.largest_change > CONSTANT and result.passes < limit:
+        following, least_change, _ = _one_pass(model, layers, batches, call, training=False)
         result = replace(following, passes=result.passes + 1)
-    if result.largest_change <= 1e-6:
-        return result
-    warn(
-        f"recalibrate: statistics still changed by {result.largest_change:.2g} standard deviations in pass {limit}. "
-        "Random augmentation, and shuffling with drop_last, make the passes differ: turn them off for an exact result."
-    )
+        if least_change > 10 * CONSTANT and not repeated:  # the first layer's inputs depend on no statistics
+            warn(
+                "recalibrate: the batches differ from pass to pass, so there is no exact result; one pass was made "
+                "instead. Turn off random augmentation, and shuffling with drop_last, or pass a list of batches."
+            )
+            before.restore()
+            return _one_pass(model, layers, batches, call, training=True)[0]
+    if result.largest_change > CONSTANT:
+        warn(
+            f"recalibrate: statistics still changed by {result.largest_change:.2g} standard deviations in pass "
+            f"{limit}. Pass a larger max_passes, or none."
+        )
     return result
 
 
 def _one_pass(
     model: nn.Module, layers: Layers, batches: Iterable[Any], call: Forward, *, training: bool
-) -> tuple[Recalibration, bool]:
-    """Write the statistics of one pass. Also return True if a layer was called more than once per batch."""
+) -> tuple[Recalibration, float, bool]:
+    """Write the statistics of one pass. Also return the smallest change of a layer, and True if a layer was called more
+    than once per batch.
+    """
     seen = population(model, layers, batches, call, training=training)
-    change = max(_change(layers[name], moments) for name, moments in seen.moments.items())
+    changes = [_change(layers[name], moments) for name, moments in seen.moments.items()]
     for name, moments in seen.moments.items():
         _write(layers[name], moments, seen.batches)
     unreached = tuple(name for name in layers if name not in seen.moments)
-    return Recalibration(len(seen.moments), seen.batches, 1, change, unreached), seen.calls > seen.batches
+    result = Recalibration(len(seen.moments), seen.batches, 1, max(changes), unreached)
+    return result, min(changes), seen.calls > seen.batches
 
 
 class Population(NamedTuple):

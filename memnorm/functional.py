@@ -52,8 +52,8 @@ def batch_moments(x: Tensor) -> Moments:
 
 
 def constant_moments(x: Tensor) -> Moments:
-    """`batch_moments` without a gradient, sooner: on the CPU `var_mean` takes a value at a time, and two passes of
-    vector operations are several times as fast. What rounding left in the mean is among the deviations, and taken out.
+    """`batch_moments` without a gradient. On the CPU, two passes of vector operations are several times as fast as
+    `var_mean`. The second pass also corrects the rounding of the mean.
     """
     x = x.detach()
     if x.device.type != "cpu":
@@ -75,7 +75,7 @@ def count_per_channel(x: Tensor) -> int:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Where statistics of such data are kept: float64 for float64, float32 for everything narrower."""
+    """Return the dtype of the statistics of such data: float64 for float64, float32 for everything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -85,7 +85,7 @@ def as_scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -
 
 
 def snapshot(tensor: Tensor) -> Tensor:
-    """A copy that holds although `tensor` is overwritten before backward.
+    """Return a copy that stays valid if `tensor` is overwritten before backward.
 
     In a compiled graph `clone` does not: AOTAutograd may save the buffer instead and clone it in backward, when it has
     changed already. It never recomputes a cumulative sum; that over one row is a copy.
@@ -94,7 +94,7 @@ def snapshot(tensor: Tensor) -> Tensor:
 
 
 def merge(memory: Moments, batch: Moments) -> Moments:
-    """Moments of the union of two weighted sets: the module's equation."""
+    """Return the moments of the union of two weighted sets: the module's equation."""
     total = batch.weight + memory.weight
     # Not other = 1 − share, which has few digits where the memory is light.
     share, other = (
@@ -106,7 +106,7 @@ def merge(memory: Moments, batch: Moments) -> Moments:
 
 
 def pool(mean_KC: Tensor, var_KC: Tensor, weight_K: Tensor) -> Moments:
-    """Moments of the union of K weighted batches.
+    """Return the moments of the union of K weighted batches.
 
         W = Σ w        M = Σ w μ / W        V = Σ w (σ² + (μ − M)²) / W
 

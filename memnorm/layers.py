@@ -201,8 +201,8 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
     def forward(
         self, input: Tensor, *, activation: Literal["relu"] | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """The normalised input; with `activation="relu"`, relu(norm(input) + residual), which costs no further pass
-        over the data on the CPU.
+        """Normalise the input. With `activation="relu"`, return relu(norm(input) + residual), on the CPU in the same
+        pass over the data.
         """
         if self.training and not is_dynamo_compiling():
             kernels = cpu.module()
@@ -354,7 +354,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
         return torch.where(self.running_weight == 0, prior, self.running_weight)
 
     def _has_prior(self) -> Tensor:
-        """True if the running statistics replace a memory that is empty."""
+        """Return True if the running statistics replace a memory that is empty."""
         trained: Tensor = (self.running_mean != 0).any() | (self.running_var != 1).any()
         return torch.ones_like(trained) if self.prior_from_init and self.momentum is not None else trained
 
@@ -668,7 +668,7 @@ class MemorizedBatchNorm(Recording, _BatchNorm):
 
 
 def check_eps(name: str, eps: float) -> None:
-    """Raise torch's error where torch does."""
+    """Raise torch's error if `eps` is not positive."""
     if not eps > 0:
         raise ValueError(f"{name}: batch_norm eps must be positive during training, but got {eps}")
 

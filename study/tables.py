@@ -72,8 +72,11 @@ class Values(Measurements):
                 [
                     *[arm.label, *([arm.place] if several else []), self._rate(arm)],
                     *[self.error(name, key), _text(self._against(name, arm))],
-                    *[p_text(corrected[key]) if key in corrected else "–"],
-                    *[f"{again}{mark}", _text(self._gap(name, f"recalibrated {key}", key))],
+                    *[
+                        self._p(name, arm, corrected),
+                        f"{again}{mark}",
+                        _text(self._gap(name, f"recalibrated {key}", key)),
+                    ],
                     *[f"{failed} of {len(runs)}", *([f"{arm.printed:.2f}"] if paper else [])],
                 ]
             )
@@ -156,10 +159,8 @@ class Values(Measurements):
         rows = []
         for arm in study.arms:
             dice = [_sample(self._errors(arm, f"dice_{tissue}").values()) for tissue in ("grey", "white")]
-            p = p_text(corrected[arm.key]) if arm.key in corrected else "–"
-            rows.append(
-                [arm.label, self._rate(arm), *dice, self.error(name, arm.key), _text(self._against(name, arm)), p]
-            )
+            gap, p = _text(self._against(name, arm)), self._p(name, arm, corrected)
+            rows.append([arm.label, self._rate(arm), *dice, self.error(name, arm.key), gap, p])
         return markdown(head, rows)
 
     def origin(self) -> str:
@@ -344,6 +345,11 @@ class Values(Measurements):
             gap = self._against(name, arm)
             found[arm.key] = 1.0 if gap is None or gap.p is None else gap.p  # planned and not run yet: counted
         return dict(zip(found, holm(list(found.values())), strict=True))
+
+    def _p(self, name: str, arm: Arm, corrected: Mapping[str, float]) -> str:
+        """The corrected p-value against the baseline; a dash as long as fewer than two seeds can be compared."""
+        gap = self._against(name, arm)
+        return "–" if arm.key not in corrected or gap is None or gap.p is None else p_text(corrected[arm.key])
 
     def _against_bn(self, name: str, size: int) -> tuple[Difference, float | None]:
         gap, corrected = self._gap(name, f"MBN-2/{size}", f"BN/{size}"), self._corrected(name)

@@ -118,17 +118,20 @@ class Shuffled:
         yield randn(16, 4, seed=self.rounds)
 
 
-def test_data_that_differs_in_every_pass_gives_a_warning():
-    with pytest.warns(MemnormWarning, match=r"still changed by .* standard deviations in pass 4\. Random augmentation"):
-        result = recalibrate(deep_net(NORMS["plain"]), Shuffled(), passes="exact")
-    assert result.passes == 4
+@each_norm
+def test_data_that_differs_in_every_pass_gives_the_statistics_of_one_pass_and_a_warning(norm):
+    """Passes in eval mode would not settle: a small change of the first layer grows from layer to layer."""
+    net, wanted, batches = deep_net(norm), deep_net(norm), Shuffled()
+    with pytest.warns(MemnormWarning, match="batches differ from pass to pass"):
+        assert recalibrate(net, batches, passes="exact").passes == 1
+    assert batches.rounds == 3
+    recalibrate(wanted, [randn(16, 4, seed=3)])
+    torch.testing.assert_close(statistics(net), statistics(wanted), rtol=0, atol=1e-12)
 
 
 def test_max_passes_stops_earlier():
-    batches = Shuffled()
-    with pytest.warns(MemnormWarning, match="in pass 2"):
-        recalibrate(deep_net(NORMS["plain"]), batches, passes="exact", max_passes=2)
-    assert batches.rounds == 2
+    with pytest.warns(MemnormWarning, match=r"still changed by .* standard deviations in pass 2"):
+        assert recalibrate(deep_net(NORMS["plain"]), [DATA], passes="exact", max_passes=2).passes == 2
 
 
 def test_the_result_has_the_largest_change_in_standard_deviations():

@@ -1,4 +1,4 @@
-"""Code of our own for the devices that profit from it; everything else is composed from torch operations."""
+"""Kernels for the CPU and for CUDA; on other devices the layers consist of torch operations."""
 
 from __future__ import annotations
 

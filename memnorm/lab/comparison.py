@@ -240,7 +240,7 @@ def _lengths(specs: Sequence[RunSpec]) -> dict[int, int]:
 
 
 def _comparable(groups: Sequence[Group]) -> bool:
-    """True if no two groups are the same arm at the same batch size, and a batch size has one length."""
+    """Return True if no two groups are the same arm at the same batch size, and a batch size has one length."""
     places = {(arm_key(group.spec), group.spec.batch_size) for group in groups}
     lengths = {(group.spec.batch_size, group.spec.iterations) for group in groups}
     return len(places) == len(groups) and len(lengths) == len({size for size, _ in lengths})

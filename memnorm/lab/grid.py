@@ -75,8 +75,8 @@ class RunContext:
     make: Callable[..., dict[str, Any]] | None = None
 
     def attempt(self, spec: RunSpec, listener: Listener, wait: bool) -> tuple[str, Any]:
-        """Make one run; return what became of it as a message of a launcher. An error of the run is its outcome; one
-        that would meet the next run as well (a stop request, missing data, no such device, a full disk) ends all runs.
+        """Make one run and return its outcome as a message of a launcher. An error of the run is its outcome. An error
+        that would also stop the next run (a stop request, missing data, no such device, a full disk) ends all runs.
         """
         try:
             result = (self.make or run)(
@@ -100,8 +100,8 @@ class RunContext:
 
 
 class _Queue:
-    """Runs that are not started yet; last, those that another process was working on when their turn came. And the
-    outcomes of those that have ended.
+    """Runs that have not started, then runs that another process held when their turn came; and the outcomes of runs
+    that have ended.
     """
 
     def __init__(self, specs: Sequence[RunSpec], listener: Listener) -> None:

@@ -61,5 +61,5 @@ class Relay(Listener):
 
 
 def relay(*listeners: Listener) -> Relay:
-    """One listener that calls these."""
+    """Return a listener that forwards each call to all of these."""
     return Relay(lambda name, *arguments: [getattr(one, name)(*arguments) for one in listeners])

@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def comparable(self) -> bool:
-        """True if a run of `spec` can be compared with the printed number: the protocols are the same."""
+        """Return True if a run of `spec` can be compared with the printed number: the protocols are the same."""
         return self.spec is not None and self.printed is not None and not self.quoted
 
 

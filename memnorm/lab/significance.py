@@ -72,7 +72,7 @@ class Difference:
 
     @property
     def spread(self) -> bool:
-        """True if the differences vary between seeds. Without spread a t-test would call any difference significant."""
+        """Return True if the differences vary between seeds; else a t-test would call any difference significant."""
         return bool(self.standard_error)
 
     @property

@@ -50,7 +50,7 @@ class RunSpec:
     model: str = option("resnet20", "built-in name, or package.module:factory of your own")
     model_options: dict[str, Any] = option({}, "keyword arguments of the model")
     pretrained: str | None = option(None, "file of a state dict that the network starts from, before its norms change")
-    pretrained_sha256: str | None = option(None, "hash of that file; the command fills it in, and refuses another one")
+    pretrained_sha256: str | None = option(None, "SHA-256 of that file; filled in if absent, an error if it differs")
     task: str = option("classification", "classification, segmentation, or package.module:factory of your own")
     data: str = option("cifar10", "built-in name, or a folder with train/ and val/ or test/")
     data_options: dict[str, Any] = option({}, "keyword arguments of the data set, such as image_size")

@@ -148,7 +148,7 @@ class Scope:
         return [arm for arm in self.trained if arm not in self.failing and arm not in self.beaten]
 
     def _beats(self, arm: str) -> bool:
-        """True if the arm is significantly better than another, or trains where another never does."""
+        """Return True if the arm is significantly better than another, or trains where another never does."""
         alone = bool(self.lost) and min(len(_finished(self.results, arm, size)) for size in self.sizes) >= 2
         return alone or any(one.first == arm for one in self.won)
 
@@ -243,7 +243,7 @@ def _diverged(results: Results, arm: str, size: int) -> int:
 
 
 def _complete(results: Results, arm: str, size: int, sizes: Sequence[int]) -> bool:
-    """True if an average over batch sizes can include this one: every seed that ran at all sizes finished here."""
+    """Return True if a mean over batch sizes can include this one: every seed that ran at all sizes finished here."""
     run = [set(found) for one in sizes if (found := results[arm].get(one, {}))]
     here = _finished(results, arm, size)
     return bool(here) and (len(sizes) == 1 or here.keys() >= (set.intersection(*run) or set.union(*run)))

@@ -96,12 +96,12 @@ def register(norm: Norm) -> Norm:
 
 
 def get(name: str) -> Norm:
-    """The registry entry of a norm."""
+    """Return the registry entry of a norm."""
     if not isinstance(name, str) or name not in _REGISTRY:
         raise OptionError(f"unknown norm {name!r}; available: {', '.join(available())}")
     return _REGISTRY[name]
 
 
 def available() -> list[str]:
-    """The names of all registered norms."""
+    """Return the names of all registered norms."""
     return sorted(_REGISTRY)

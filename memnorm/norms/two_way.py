@@ -45,7 +45,7 @@ BACKWARD = ("backward_mean", "backward_product", "backward_weight")  # A, Q, W_b
 
 
 class TwoWayBatchNorm(MemorizedBatchNorm):
-    """What the layers for 1-d, 2-d and 3-d data share. Use those, or `memnorm.convert(model, "two_way")`.
+    """The base of `TwoWayBatchNorm1d`, `2d` and `3d`. Use those, or `memnorm.convert(model, "two_way")`.
 
     Args:
         num_features: channels C of an input (N, C, …).

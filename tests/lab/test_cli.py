@@ -325,7 +325,7 @@ def test_verify_of_missing_data_exits_with_1_and_names_the_files(call):
     code, out, _ = call("data", "verify", "cifar10", "digits")
     assert code == 1
     assert "data_batch_1" in out
-    assert "digits: all well" in out
+    assert "digits: no problems" in out
 
 
 def test_no_command_loads_a_heavy_library_before_it_needs_it():

@@ -21,7 +21,7 @@ from memnorm.lab.signals import terminations_interrupt
 from memnorm.text import visible
 
 COMMANDS = {
-    "demo": "see it work in two minutes: equations, cost on this machine, a live comparison",
+    "demo": "train BN and two-way memory with micro-batches of 1 to 16, in two minutes",
     "train": "one run, from flags or a YAML file",
     "compare": "which norm is best for your model, your data and your batch size?",
     "reproduce": "the tables and figures of the paper",

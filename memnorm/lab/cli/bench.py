@@ -32,7 +32,7 @@ def main(words: Sequence[str]) -> int:
     )
     made.add_argument("part", choices=[*PARTS, "all"], help="what to measure; rest: memory, import, convert()")
     made.add_argument("--models", default="resnet20,resnet56", help="networks of `step`, comma-separated")
-    made.add_argument("--scale", type=float, default=1.0, help="rounds, as a multiple of the usual number")
+    made.add_argument("--scale", type=float, default=1.0, help="multiply the number of rounds by this")
     made.add_argument("--threads", type=int, default=2, help="threads of torch")
     made.add_argument("--busy", action="store_true", help="measure on a busy machine as well")
     made.add_argument("--out", type=Path, default=None, help="JSON file for the whole record")

@@ -153,10 +153,10 @@ def main(words: Sequence[str]) -> int:
 def flags() -> Any:
     made = parser("compare", "Compare norms at several batch sizes, with significance tests.", EXAMPLES)
     add_config(made)
-    asked = made.add_argument_group("the question")
+    asked = made.add_argument_group("what to compare")
     asked.add_argument("--norms", type=str, default="bn,mbn", help=NORMS)
     asked.add_argument("--batch-sizes", type=str, default="1,2,4,8", help="comma-separated")
-    asked.add_argument("--seeds", type=int, default=3, help="how many; one seed supports no claim")
+    asked.add_argument("--seeds", type=int, default=3, help="number of seeds; one seed allows no significance test")
     asked.add_argument("--epochs", type=float, default=5.0, help="passes over the training images, for each run")
     tune = "choose a learning rate per norm on held-out training images"
     asked.add_argument("--tune", action="store_true", help=tune)
@@ -167,9 +167,9 @@ def flags() -> Any:
     shared = made.add_argument_group("shared by all runs")
     add_fields(shared, RunSpec, skip={*OWN, *ARM_FIELDS} - {"strength"}, defaults=DEFAULTS)
     computed = made.add_argument_group("how they are computed")
-    computed.add_argument("--jobs", type=int, default=0, help="runs side by side, one process and thread each; 0: here")
+    computed.add_argument("--jobs", type=int, default=0, help="parallel runs of one thread each; 0: in this process")
     add_fields(computed, Execution)
-    add_places(made.add_argument_group("where things are"))
+    add_places(made.add_argument_group("folders"))
     return made
 
 

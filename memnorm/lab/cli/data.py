@@ -22,9 +22,7 @@ examples:
 
 
 def main(words: Sequence[str]) -> int:
-    made = parser(
-        "data", "Data sets: what there is, what is here, how to get it.", EXAMPLES, "list|get|verify [NAME ...]"
-    )
+    made = parser("data", "List, download and verify data sets.", EXAMPLES, "list|get|verify [NAME ...]")
     made.add_argument("action", choices=["list", "get", "verify"], help="what to do")
     made.add_argument("names", nargs="*", metavar="NAME", help="data sets")
     made.add_argument("--data-root", type=Path, default=None, help="default: $MEMNORM_DATA, else the user's cache")
@@ -71,7 +69,7 @@ def get(arguments: Any) -> int:
     for name in arguments.names:
         with downloading(name) as progress:
             data.get(name, arguments.data_root, progress)
-        print(f"{name}: complete, checksums right")
+        print(f"{name}: complete, checksums match")
     return OK
 
 
@@ -80,5 +78,5 @@ def verify(arguments: Any) -> int:
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
-        print("\n".join(f"{name}: {'; '.join(problems) or 'all well'}" for name, problems in found.items()))
+        print("\n".join(f"{name}: {'; '.join(problems) or 'no problems'}" for name, problems in found.items()))
     return FAILED if any(found.values()) else OK

@@ -16,7 +16,7 @@ from memnorm.lab.cli import plain_parser
 from memnorm.lab.errors import OK
 
 DESCRIPTION = """\
-What this installation consists of and runs on.
+Show versions, device, threads, kernels and data folders.
 
 examples:
   memnorm info

@@ -66,7 +66,12 @@ def flags() -> Any:
     made = parser("reproduce", "Rerun the paper's tables and figures.", examples, positional="NAME ...")
     made.add_argument("names", nargs="+", metavar="NAME", help="tables and figures, or all")
     asked = made.add_argument_group("what to run")
-    asked.add_argument("--scale", choices=SCALES, default="reduced", help="rules are printed with the results")
+    asked.add_argument(
+        "--scale",
+        choices=SCALES,
+        default="reduced",
+        help="length: a few steps, shorter, full",
+    )
     only = "cells to run, comma-separated; * stands for anything"
     asked.add_argument("--only", action="append", metavar="ROW/COLUMN", help=only)
     asked.add_argument("--seeds", type=int, default=1, help="runs per cell")
@@ -75,11 +80,11 @@ def flags() -> Any:
     asked.add_argument("--json", action="store_true", help="print JSON")
     asked.add_argument("--out", type=Path, default=Path("report"), help="folder for the report")
     computed = made.add_argument_group("how it is computed")
-    computed.add_argument("--jobs", type=int, default=0, help="runs side by side, one process and thread each; 0: here")
+    computed.add_argument("--jobs", type=int, default=0, help="parallel runs of one thread each; 0: in this process")
     launcher = "ray: on the cluster at RAY_ADDRESS, else a local one; --jobs limits the runs at a time, 0: one per CPU"
     computed.add_argument("--launcher", choices=("processes", "ray"), default="processes", help=launcher)
     add_fields(computed, Execution)
-    add_places(made.add_argument_group("where things are"))
+    add_places(made.add_argument_group("folders"))
     return made
 
 

@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
     scheme = Literal["single", "double"] | None
     run_flags.add_argument("--scheme", type=scheme, default=None, metavar="{single,double}", help=SCHEME)
     add_fields(made.add_argument_group("how it is computed"), Execution)
-    places = made.add_argument_group("where things are")
+    places = made.add_argument_group("folders")
     add_places(places)
     places.add_argument("--json", action="store_true", help="print the result as JSON")
     arguments = parse(made, words)

@@ -33,7 +33,9 @@ NORMALIZATION = {
 
 
 def digits(entry: DataSet, root: Path) -> Data:
-    """A fixed random order, of which the first 500 are to test on. Not augmented: a mirrored 2 is no digit."""
+    """The digits in a fixed random order; the first 500 are the test images. A mirrored 2 is no digit, so there is no
+    augmentation.
+    """
     from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
     raw = load_digits()
@@ -104,7 +106,7 @@ def _data(
 
 
 class _Unpickler(pickle.Unpickler):
-    """Arrays and plain containers. The bytes are the official ones, by their checksum; this is a second barrier."""
+    """Admits arrays and plain containers only: a second barrier behind the checksum."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {"ndarray": np.ndarray, "dtype": np.dtype, "_reconstruct": np.empty(0).__reduce__()[0]}

@@ -94,7 +94,9 @@ def _in_workers(dataset: Dataset[Any], requests: Iterator[Any] | range, workers:
 
 
 def _until_failure(answers: Iterator[Any]) -> Generator[Any, None, LabError | None]:
-    """The answers up to an error, which is returned. Raised here, its traceback would keep the workers alive."""
+    """Yield the answers before the first error and return the error: raised here, its traceback would keep the workers
+    alive.
+    """
     try:
         for answer in answers:
             if isinstance(answer, LabError):
