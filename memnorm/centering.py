@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -71,11 +71,13 @@ def center_before(model: nn.Module, mode: Mode, norm: type, *, by_conversion: bo
         if not isinstance(fed, norm) or not isinstance(weight, nn.Parameter) or _inputs(layer) < 2:
             continue
         names.append(name)
+        before = vars(layer).get(ATTRIBUTE)
+        asked_for = before is not None and not before.by_conversion  # by a call of `center`, which stays
         _detach(layer)
         if mode == "weights" and weight.requires_grad and not weight.is_meta:
             with torch.no_grad():
                 weight.copy_(centred(weight, groups_of(layer)))
-        _attach(layer, by_conversion)
+        _attach(layer, by_conversion and not asked_for)
     return tuple(names)
 
 
@@ -126,6 +128,8 @@ class _Centred:
     copy.
     """
 
+    layer: ref[nn.Module]
+
     def __init__(self, weight: Tensor, groups: int, by_conversion: bool) -> None:
         self.weight, self.groups, self.by_conversion = weight, groups, by_conversion
         hook: Any = functools.partial(_center_gradient, groups=groups)
@@ -133,15 +137,25 @@ class _Centred:
             hook = functools.partial(cpu.module().center, hook)
         self.handle = weight.register_post_accumulate_grad_hook(hook) if weight.requires_grad else None
 
+    def follow(self, layer: nn.Module) -> _Centred:
+        """Notice when the layer's weight is replaced or unfrozen."""
+        self.layer = ref(layer)
+        _watch_weights()
+        _centred_layers.add(layer)
+        return self
+
     def detach(self) -> None:
         if self.handle is not None:
             self.handle.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Centred:
-        return _Centred(copy.deepcopy(self.weight, memo), self.groups, self.by_conversion)
+        made = _Centred(copy.deepcopy(self.weight, memo), self.groups, self.by_conversion)
+        return made.follow(copy.deepcopy(self.layer(), memo))  # type: ignore[arg-type]
 
     def __reduce__(self) -> Any:
-        return _Centred, (self.weight, self.groups, self.by_conversion)
+        return _Centred, (self.weight, self.groups, self.by_conversion), self.layer()
+
+    __setstate__ = follow
 
 
 def _attach(layer: Any, by_conversion: bool) -> None:
@@ -151,9 +165,7 @@ def _attach(layer: Any, by_conversion: bool) -> None:
     if layer.weight.is_meta:
         layer.register_forward_pre_hook(functools.partial(_attach_later, by_conversion=by_conversion))
         return
-    vars(layer)[ATTRIBUTE] = _Centred(layer.weight, groups_of(layer), by_conversion)
-    _watch_weights()
-    _centred_layers.add(layer)
+    vars(layer)[ATTRIBUTE] = _Centred(layer.weight, groups_of(layer), by_conversion).follow(layer)
 
 
 @functools.cache
@@ -164,13 +176,13 @@ def _watch_weights() -> None:
 @disable_dynamo
 def _follow_weights(*_step: Any) -> None:
     """Centre weights that have been replaced, as by `load_state_dict(assign=True)`, or unfrozen."""
-    for layer in _centred_layers:
+    for layer in list(_centred_layers):
         centred, weight = vars(layer).get(ATTRIBUTE), layer._parameters.get("weight")
         if centred is None or weight is None:
             continue
         if weight is not centred.weight or (centred.handle is None and weight.requires_grad):
             centred.detach()
-            vars(layer)[ATTRIBUTE] = _Centred(weight, centred.groups, centred.by_conversion)
+            vars(layer)[ATTRIBUTE] = _Centred(weight, centred.groups, centred.by_conversion).follow(layer)
 
 
 def _attach_later(layer: nn.Module, _args: Any, by_conversion: bool) -> None:

@@ -337,3 +337,31 @@ def test_a_sparse_gradient_passes():
     table.weight = net[0].weight
     table(torch.tensor([1, 2])).sum().backward()
     assert net[0].weight.grad.is_sparse
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("how", ["unfrozen", "replaced"])
+def test_in_a_copy_a_weight_that_is_unfrozen_or_replaced_is_centred_too(copied, how):
+    net = small_net()
+    net[0].weight.requires_grad_(how == "replaced")
+    memnorm.center(net)
+    net = copied(net)
+    if how == "replaced":
+        net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+    net.requires_grad_(True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for seed in range(2):
+        optimizer.zero_grad()
+        loss_of(net, seed).backward()
+        optimizer.step()
+    assert_centred(net)
+
+
+def test_what_center_was_called_for_stays_through_conversions():
+    net = small_net()
+    memnorm.center(net)
+    memnorm.convert(memnorm.convert(net, "two_way"), "mbn", strength=0.1)
+    loss_of(net).backward()
+    assert_centred(net)

@@ -1,6 +1,7 @@
 """How two-way layers learn of updates: every kind of training loop, without a line for it in the loop."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -9,6 +10,7 @@ from helpers.common import assert_same_state, images, labels, small_net
 from torch import nn
 
 import memnorm
+from memnorm.norms.two_way import PATIENCE
 
 DECAY, COUNT, VALUES = 0.7, 4, (4 * 36, 4 * 16)  # images a batch; values per channel behind the first and second norm
 
@@ -98,21 +100,49 @@ def test_optimizers_that_share_the_parameters_of_a_layer_count_once():
     assert_weights(net, [3, 2, 1])
 
 
-@pytest.mark.parametrize("how", ["frozen", "without affine map"])
-def test_a_layer_without_trainable_parameters_follows_the_optimizer_of_its_model(how):
+def without_parameters(how):
+    """A network whose norms are frozen or have no affine map."""
     net = small_net(dtype=torch.float64)
     for index in (1, 4):
         if how == "frozen":
             net[index].requires_grad_(False)
         else:
             net[index] = nn.BatchNorm2d(net[index].num_features, affine=False, dtype=torch.float64)
-    net = memnorm.convert(net, "two_way", warmup=0, decay=DECAY)
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
+    return memnorm.convert(net, "two_way", warmup=0, decay=DECAY)
+
+
+WITHOUT_PARAMETERS = pytest.mark.parametrize("how", ["frozen", "without affine map"])
+
+
+def optimizer_of(net):
+    return torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.01)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@WITHOUT_PARAMETERS
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layer_without_trainable_parameters_follows_the_optimizer_of_its_model(how, compiled):
+    torch.compiler.reset()
+    net = without_parameters(how)
+    optimizer = optimizer_of(net)
+    called = torch.compile(net, backend="aot_eager") if compiled else net
     for step in range(3):
         for part in range(2):
-            loss_of(net, 10 * step + part).backward()
+            loss_of(called, 10 * step + part).backward()
         optimizer.step()
     assert_weights(net, [3, 3, 2, 2, 1, 1])
+
+
+@WITHOUT_PARAMETERS
+def test_a_layer_without_trainable_parameters_follows_another_optimizer_if_the_first_no_longer_steps(how):
+    net = without_parameters(how)
+    first, second = optimizer_of(net), optimizer_of(net)
+    for optimizer, steps in ((first, 3), (second, 60)):
+        for step in range(steps):
+            loss_of(net, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(weights(net), closed_form(range(1, 60)), rtol=1e-6, atol=0)
 
 
 def test_a_closure_is_one_update():
@@ -340,6 +370,94 @@ def test_a_frozen_teacher_fades_with_the_steps_of_its_student():
     expected = closed_form([3, 2, 1])
     assert float(teacher[1].running_weight) == pytest.approx(expected[0][0])
     assert float(teacher[1].backward_weight) == 0
+
+
+def test_a_teacher_whose_parameters_require_grad_fades_with_its_student_after_some_steps():
+    student = two_way()
+    teacher = copy.deepcopy(student)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.01)
+    for step in range(PATIENCE + 20):
+        with torch.no_grad():
+            loss_of(teacher, step)
+        loss_of(student, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ages = [*([20] * (PATIENCE + 1)), *range(19, 0, -1)]
+    assert float(teacher[1].running_weight) == pytest.approx(closed_form(ages)[0][0])
+    assert int(teacher[1].num_images) == 0
+
+
+def gan_step(generator, discriminator, optimizers, step, toggle):
+    """As in pix2pix: each network is frozen while the other one learns."""
+
+    def fake():
+        return generator(images(COUNT, seed=step, dtype=torch.float64))
+
+    if toggle:
+        discriminator.requires_grad_(True)
+    discriminator(fake().detach()).square().mean().backward()
+    optimizers[1].step()
+    optimizers[1].zero_grad()
+    if toggle:
+        discriminator.requires_grad_(False)
+    discriminator(fake()).mean().backward()
+    optimizers[0].step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("toggle", [False, True])
+def test_in_a_gan_each_network_fades_with_its_own_optimizer(toggle):
+    generator = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Tanh()).double()
+    generator = memnorm.convert(generator, "two_way", warmup=0, decay=DECAY)
+    discriminator = two_way()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (generator, discriminator)]
+    for step in range(6):
+        gan_step(generator, discriminator, optimizers, step, toggle)
+    assert [int(layer.num_images) for layer in (generator[1], discriminator[1])] == [0, COUNT]
+    ages = [6 - step for step in range(6)]  # of the batches before and behind the discriminator's steps
+    behind = sum(DECAY ** (age - 1) for age in ages)
+    before = sum(DECAY**age for age in ages)
+    assert float(discriminator[1].running_weight) == pytest.approx(VALUES[0] * (before + behind))
+    values = COUNT * images(1, seed=0)[0, 0].numel()
+    assert float(generator[1].running_weight) == pytest.approx(2 * values * before)
+
+
+def test_backwards_count_again_if_the_optimizer_is_gone():
+    net = two_way()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loss_of(net, 0).backward()
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    for step in range(1, 4):
+        loss_of(net, step).backward()
+    assert_weights(net, [4, 3, 2, 1])
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "deepcopy", "pickle", "to"])
+def test_a_step_with_nothing_recorded_is_no_update_after_loading_or_copying_either(how):
+    net = two_way(warmup=10)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range(3):
+        loss_of(net, step).backward()
+        optimizer.step()
+    if how == "load_state_dict":
+        net.load_state_dict(copy.deepcopy(net.state_dict()))
+    elif how == "to":
+        net = net.float().double()
+    else:
+        net = copy.deepcopy(net) if how == "deepcopy" else pickle.loads(pickle.dumps(net))
+    before = weights(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loss_of(net.eval(), 3).backward()
+    net.train()
+    optimizer.step()
+    assert weights(net) == before
+    assert int(net[1].num_updates) == 3
+    loss_of(net, 4).backward()
+    optimizer.step()
+    assert int(net[1].num_updates) == 4
 
 
 def test_an_optimizer_of_the_biases_alone_counts():

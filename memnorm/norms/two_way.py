@@ -15,6 +15,7 @@ default decay is max(1/2, 1 − 1/4 · √(images per update / 32)).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -40,8 +41,10 @@ from memnorm.layers import (
 )
 from memnorm.modules import is_real, version_of
 from memnorm.norms import mbn
+from memnorm.recompute import inside_backward
 
 BACKWARD = ("backward_mean", "backward_product", "backward_weight")  # A, Q, W_b
+PATIENCE = 10  # steps of other optimizers after which a layer no longer waits for the one that it has followed
 
 
 class TwoWayBatchNorm(MemorizedBatchNorm):
@@ -72,8 +75,8 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     statistics = (*MemorizedBatchNorm.statistics, *BACKWARD)
     _transient = (
         *Recording._transient,
-        *("_has_optimizer", "_leader", "_has_run", "_backwards_alone", "_faded_at", "_counted"),
-        *("_outgoing_backward",),
+        *("_has_optimizer", "_leader", "_is_held", "_steps_of_others", "_has_run", "_backwards_alone", "_faded_at"),
+        *("_counted", "_outgoing_backward"),
     )
 
     decay: Any  # a number, or None: by the images per update
@@ -84,9 +87,11 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
     backward_mean: Tensor
     backward_product: Tensor
     backward_weight: Tensor
-    _has_optimizer: bool | None = None  # an optimizer trains the layer; None: not known yet
-    _leader: ref[Optimizer] | None = None  # whose steps count for a layer that no optimizer trains
-    _has_run: bool = False  # in training mode, since it was made or copied
+    _has_optimizer: bool | None = None  # the steps of an optimizer count, not the backwards; None: not known yet
+    _leader: ref[Optimizer] | None = None  # whose steps count
+    _is_held: bool = False  # `_leader` holds parameters of the layer
+    _steps_of_others: int = 0  # after something was recorded, since the last step of `_leader`
+    _has_run: bool = False  # in training mode and not compiled, since it was made or copied
     _faded_at: tuple[int, ...] | None = None  # the versions after the last update
     _backwards_alone: int = 0  # recorded backwards that no optimizer was found for
     _counted: tuple[int, int, int] = (0, 0, 0)  # id, version and value of `num_updates`, to spare the device a read
@@ -133,6 +138,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         for name in ("num_updates", "num_images"):
             self.register_buffer(name, torch.zeros((), dtype=torch.long, device=self.running_mean.device))
         self._follow(0)
+        self.__dict__["_faded_at"] = self._versions()
         updates.watch(self)
 
     @property
@@ -253,26 +259,53 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         return [one for one in self._parameters.values() if one is not None and one.requires_grad]
 
     def _is_due(self, optimizer: Optimizer, held: set[int]) -> bool:
-        """Return True if `optimizer`, which holds the parameters with these ids, makes the layer's updates, and if
-        something was recorded since the last one. A layer without a trainable parameter, frozen or in a teacher,
-        follows the first optimizer that steps after a training forward of the layer.
+        """Return True if something was recorded since the last update, and `optimizer`, which holds the parameters with
+        these ids, makes the layer's updates: the one that holds the layer's parameters. A frozen layer that none holds
+        follows the first optimizer that steps after a training forward of the layer, and another one if that has not
+        stepped for long. So does, after some steps, a trainable layer that only runs forward, such as a teacher.
         """
-        if self._faded_at == self._versions():
-            return False
-        trainable = False
-        for own in self._parameters.values():
-            if own is not None and own.requires_grad:
-                trainable = True
-                if id(own) in held:
-                    self.__dict__["_has_optimizer"] = True
-                    return True
-        if trainable:
+        if not self._has_recorded():
             return False
         leader = self._leader and self._leader()
-        if leader is None and self._has_run:
-            leader = optimizer
-            self.__dict__["_leader"], self.__dict__["_has_optimizer"] = ref(optimizer), True
-        return leader is optimizer
+        if leader is optimizer:
+            self.__dict__["_steps_of_others"] = 0
+            return True
+        own = [one for one in self._parameters.values() if one is not None]
+        trainable = any(one.requires_grad for one in own)
+        if any(id(one) in held for one in own):
+            self._follow_steps(optimizer, is_held=True, instead_of_backwards=True)
+            return True
+        if trainable:  # its holder, or its own backwards, make its updates; a teacher has neither
+            if (leader and self._is_held) or self._has_recorded_backward() or not self._has_run or inside_backward():
+                return False
+        elif leader is None and not self._has_run and int(self.num_images) == 0:
+            return False
+        if (leader is not None or trainable) and self._steps_of_others < PATIENCE:
+            self.__dict__["_steps_of_others"] = self._steps_of_others + 1
+            return False
+        self._follow_steps(optimizer, is_held=False, instead_of_backwards=not trainable)
+        return True
+
+    def _follow_steps(self, optimizer: Optimizer, is_held: bool, instead_of_backwards: bool) -> None:
+        """Let the steps of `optimizer` be the layer's updates, and perhaps its backwards no longer."""
+        leader = ref(optimizer, functools.partial(_forget_leader, ref(self)))
+        self.__dict__.update(_leader=leader, _is_held=is_held, _steps_of_others=0)
+        if instead_of_backwards:
+            self.__dict__["_has_optimizer"] = True
+
+    def _has_recorded(self) -> bool:
+        """Return True if something was recorded since the last update. After loading, copying or moving the buffers,
+        this reads the device once.
+        """
+        now, known = self._versions(), self._faded_at
+        if known is not None and (known[0], known[2]) == (now[0], now[2]):
+            return now != known
+        recorded = is_real(self.num_images) and int(self.num_images) > 0
+        self.__dict__["_faded_at"] = (now[0], -1, *now[2:4], -1) if recorded else now
+        return recorded
+
+    def _has_recorded_backward(self) -> bool:
+        return self._faded_at is None or self._versions()[2:4] != self._faded_at[2:4]
 
     def _versions(self) -> tuple[int, ...]:
         """Change whenever something is recorded. Under a dispatch mode torch does not count what `_foreach_copy_`
@@ -308,6 +341,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
                 state_dict[prefix + name] = torch.zeros_like(self.get_buffer(name), device=device)
             state_dict.setdefault(prefix + "num_images", torch.zeros_like(self.num_images, device=device))
         updates.scaled_backward.leave()
+        self.__dict__["_faded_at"] = None
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if begins and not self.strength.is_meta:
             self._follow(0)
@@ -339,6 +373,13 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
 
     def _memory_repr(self) -> str:
         return f"decay={self.decay}, strength={self._initial_strength:g}, warmup={self.warmup}"
+
+
+def _forget_leader(layer: ref[TwoWayBatchNorm], leader: ref[Optimizer]) -> None:
+    """The optimizer is gone: the backwards count until another one makes a step."""
+    own = layer()
+    if own is not None and own._leader is leader:
+        own.__dict__["_has_optimizer"] = None
 
 
 class _Backward:

@@ -236,7 +236,7 @@ def test_ctrl_c_while_workers_start_leaves_no_process(fork_server, store):
         leader = fork_server.begin_all(SLOWER, store.root, jobs=2, spawn=True)
         time.sleep(delay)
         os.killpg(leader, signal.SIGINT)
-        assert fork_server.ended()[0] in (130, 131)
+        assert fork_server.ended()[0] in (130, 131, -signal.SIGINT)  # the last: before Python could handle it
         assert leaves_nothing(leader)
 
 
