@@ -182,6 +182,19 @@ def chosen(images: int, center: str = "weights") -> dict[str, Any]:
     return {"decay": 1 - 0.25 * math.sqrt(images / 32), "center": center}
 
 
+def short_runs() -> list[Arm]:
+    """BN and two-way memory as users first meet them: `memnorm train --accumulate 16` with the lab's defaults."""
+    bases = {
+        "ResNet-8": RunSpec(model="resnet8", iterations=1_500, batch_size=2, accumulate=16),
+        "ResNet-20": RunSpec(model="resnet20", iterations=1_000, batch_size=2, accumulate=16),
+    }
+    return [
+        Arm(label, base.but(norm=norm), seeds=3, setting=setting)
+        for setting, base in bases.items()
+        for label, norm in (("BN", "bn"), ("two-way", "two_way"))
+    ]
+
+
 def checks() -> list[Arm]:
     """What `defaults` has chosen, in ResNet-20 with each warm-up, and at a smaller learning rate."""
     base = RunSpec(holdout=5_000, evaluations=5, recalibrate=5_000, norm="two_way")
@@ -357,6 +370,7 @@ STUDIES = {
             for norm, scheme in (("bn", "single"), ("mbn", "single"), ("mbn", "double"))
         ]
     ),
+    "short-runs": Study(short_runs()),
     "defaults": Study(defaults()),
     "defaults-checks": Study(checks()),
     "micro-batches": Study(micro_batches()),
