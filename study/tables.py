@@ -72,11 +72,8 @@ class Values(Measurements):
                 [
                     *[arm.label, *([arm.place] if several else []), self._rate(arm)],
                     *[self.error(name, key), _text(self._against(name, arm))],
-                    *[
-                        self._p(name, arm, corrected),
-                        f"{again}{mark}",
-                        _text(self._gap(name, f"recalibrated {key}", key)),
-                    ],
+                    *[self._p(name, arm, corrected), f"{again}{mark}"],
+                    *[_text(self._gap(name, f"recalibrated {key}", key))],
                     *[f"{failed} of {len(runs)}", *([f"{arm.printed:.2f}"] if paper else [])],
                 ]
             )

@@ -255,7 +255,7 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         return not is_real(self.running_mean) or bool(self._has_prior())
 
     def _own_parameters(self) -> list[nn.Parameter]:
-        """The trainable ones: the optimizer that holds one of them makes the layer's updates."""
+        """The trainable ones."""
         return [one for one in self._parameters.values() if one is not None and one.requires_grad]
 
     def _is_due(self, optimizer: Optimizer, held: set[int]) -> bool:
@@ -301,10 +301,12 @@ class TwoWayBatchNorm(MemorizedBatchNorm):
         if known is not None and (known[0], known[2]) == (now[0], now[2]):
             return now != known
         recorded = is_real(self.num_images) and int(self.num_images) > 0
+        # -1 is no version: a forward has been recorded. What backward had recorded is not known.
         self.__dict__["_faded_at"] = (now[0], -1, *now[2:4], -1) if recorded else now
         return recorded
 
     def _has_recorded_backward(self) -> bool:
+        """Return True if a backward was recorded since the last update."""
         return self._faded_at is None or self._versions()[2:4] != self._faded_at[2:4]
 
     def _versions(self) -> tuple[int, ...]:
